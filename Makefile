@@ -1,0 +1,43 @@
+# `make demo` and `make test` are the two commands of the README; every target makes the environment first if it is missing.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint types layers check format
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(INSTALLED)  ## make the virtual environment with the pinned packages
+
+# Two steps: the second builds the package against the torch that the first installs (and reasoning-gym needs a C compiler).
+$(INSTALLED): pyproject.toml constraints.txt $(wildcard setup.py)
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed: make PYTHON=python3.11 ...")'
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt setuptools wheel ninja numpy torch
+	$(BIN)/python -m pip install --no-build-isolation -c constraints.txt -e '.[train,dev]'
+	touch $@
+
+demo: $(INSTALLED)  ## train a small model on the spot and show that it improves; ARGS="--seed 1" passes options on
+	$(BIN)/grpo-kernels train $(ARGS)
+
+test: $(INSTALLED)  ## run the tests; ARGS="-k name" passes options on
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(INSTALLED)  ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)  ## mypy, strict
+	$(BIN)/mypy
+
+layers: $(INSTALLED)  ## import-linter: lower layers import nothing above them
+	$(BIN)/lint-imports
+
+check: lint types layers test  ## everything that a change must pass
+
+format: $(INSTALLED)  ## mend what ruff can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .

@@ -1,0 +1,102 @@
+"""Group statistics: rewards of the responses to one prompt become advantages."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .checks import check_group_arguments
+from .layout import Layout, PackedLayout, PaddedLayout
+
+
+def group_advantages(
+    rewards: Tensor,
+    *,
+    group_size: int | None = None,
+    group_ids: Tensor | None = None,
+    baseline: str = "mean",
+    scale: str = "group",
+    ddof: int = 1,
+    eps: float = 1e-4,
+) -> Tensor:
+    """A_i = (r_i - baseline) / (std + eps) within each group.
+
+    Args:
+        rewards: `[B]`, any real dtype. NaN means unscored: excluded from the statistics, advantage 0.
+        group_size: consecutive groups of this size; must divide B. Without it and `group_ids`: one group.
+        group_ids: `[B]`, any integers in any order; equal ids form a group, of any size.
+        baseline: "mean", "leave_one_out" (the mean of the others: RLOO, arXiv 2402.14740) or "none".
+        scale: "group" (divide by the group's std + eps), "batch" (by the std of all scored rewards + eps) or "none".
+        ddof: 1 (TRL, torch) or 0 (numpy): the std divides by n - ddof.
+        eps: added to the std; 1e-4 is TRL's.
+
+    Returns:
+        float32, `[B]`. A group with one scored reward, or whose scored rewards are all equal, gives exactly 0, unless
+        baseline and scale are both "none". Differences are taken from the group's largest reward first, so that an
+        offset common to the group loses no digits.
+
+    Source: GRPO, arXiv 2402.03300 section 4.1.2; the defaults are TRL 1.16's.
+    """
+    name = "group_advantages"
+    return normalise_rewards(
+        name, rewards, group_size=group_size, group_ids=group_ids, baseline=baseline, scale=scale, ddof=ddof, eps=eps
+    )
+
+
+def normalise_rewards(
+    function: str, rewards: Tensor, *, group_size: int | None, group_ids: Tensor | None, baseline: str = "mean",
+    scale: str = "group", ddof: int = 1, eps: float = 1e-4,
+) -> Tensor:  # fmt: skip
+    """`group_advantages` for a caller of another name, which its errors show."""
+    check_group_arguments(function, rewards, group_size, group_ids, baseline, scale, ddof, eps)
+    values = rewards.detach()
+    if values.numel() == 0:
+        return values.to(torch.float32)
+    if group_ids is None:
+        grouped = values.reshape(-1, group_size or values.shape[0])
+        result = _normalise(grouped, PaddedLayout(grouped.shape), baseline, scale, ddof, eps)
+        return result.reshape(-1)
+    # sorted into runs: sums by index would use float atomics on a GPU
+    _, inverse, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
+    order = torch.argsort(inverse, stable=True)
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    result = _normalise(values[order], PackedLayout(offsets, len(values)), baseline, scale, ddof, eps)
+    return torch.empty_like(result).index_copy_(0, order, result)
+
+
+def _normalise(rewards: Tensor, groups: Layout, baseline: str, scale: str, ddof: int, eps: float) -> Tensor:
+    wide = _wide_dtype(rewards)
+    rewards = rewards.to(wide)
+    scored = ~torch.isnan(rewards)
+    count = groups.sum(scored.to(wide))
+    top = groups.max(torch.where(scored, rewards, -torch.inf))
+    bottom = -groups.max(torch.where(scored, -rewards, -torch.inf))
+    gap = torch.where(scored, rewards - groups.spread(top), 0.0)
+    mean_gap = groups.sum(gap) / count.clamp(min=1)
+    residual = torch.where(scored, gap - groups.spread(mean_gap), 0.0)
+    advantage = {"mean": residual, "none": torch.where(scored, rewards, 0.0)}.get(baseline)
+    if advantage is None:
+        advantage = residual * groups.spread(count / (count - 1).clamp(min=1))
+    if scale == "group":
+        variance = groups.sum(residual.square()) / (count - ddof).clamp(min=1)
+        advantage = advantage / (groups.spread(variance.sqrt()) + eps)
+    elif scale == "batch":
+        advantage = advantage / (_batch_std(rewards, scored, ddof) + eps)
+    if baseline == "none" and scale == "none":
+        return advantage.to(torch.float32)
+    silent = groups.spread((top == bottom) | (count <= 1))
+    return torch.where(scored & ~silent, advantage, 0.0).to(torch.float32)
+
+
+def _batch_std(rewards: Tensor, scored: Tensor, ddof: int) -> Tensor:
+    gap = torch.where(scored, rewards - torch.where(scored, rewards, -torch.inf).amax(), 0.0)
+    count = scored.sum()
+    residual = torch.where(scored, gap - gap.sum() / count.clamp(min=1), 0.0)
+    return (residual.square().sum() / (count - ddof).clamp(min=1)).sqrt()
+
+
+def _wide_dtype(rewards: Tensor) -> torch.dtype:
+    """Wide enough that every reward is exact."""
+    if rewards.dtype in (torch.float16, torch.bfloat16, torch.bool, torch.float32) or rewards.device.type == "mps":
+        return torch.float32
+    return torch.float64

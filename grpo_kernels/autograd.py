@@ -1,0 +1,249 @@
+"""One `torch.autograd.Function` per operation: row statistics forward, one row gradient backward.
+
+Arguments after `config` belong to one call and come in one bundle. In place, `mark_dirty` with the logits as an extra
+output makes autograd notice every later use: an earlier op that saved the logits fails its version check, and a
+differentiable use afterwards sends a gradient to that output. A compiler that traces this sees the write in backward
+and keeps such uses right by itself, so nothing is marked there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import objective
+from .backends import row_op
+from .config import GRPOLossConfig
+from .layout import Layout, make_layout
+from .ops.schema import stats_dtype
+
+
+class RowCall(NamedTuple):
+    """How the row ops of one call run."""
+
+    impl: str = "torch"
+    inplace: bool = False
+
+
+class LossCall(NamedTuple):
+    """What one call of a loss has besides the arguments of its Function; shapes as in `grpo_loss`."""
+
+    rows: RowCall = RowCall()
+    temperature: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    importance_sampling_ratio: Tensor | None = None
+    normalizer: Tensor | None = None
+    entropy_normalizer: Tensor | None = None
+
+
+def _temperature(config: GRPOLossConfig, temperature: float | Tensor | None, logits: Tensor) -> Tensor:
+    dtype = stats_dtype(logits)
+    if isinstance(temperature, Tensor):
+        return temperature.to(dtype=dtype, device=logits.device)
+    number = config.temperature if temperature is None else temperature
+    return torch.full((), number, dtype=dtype, device=logits.device)
+
+
+def live_rows(ids: Tensor, mask: Tensor | None, vocabulary: int) -> Tensor:
+    """Rows that count: masked in, with an id of the vocabulary. Bool, like ids."""
+    live = (ids >= 0) & (ids < vocabulary)
+    return live if mask is None else live & (mask != 0)
+
+
+class _Saved(NamedTuple):
+    """The non-tensor part of what backward needs."""
+
+    logit_scale: float
+    softcap: float | None
+    call: RowCall
+
+
+def _save(ctx: Any, config: GRPOLossConfig, call: RowCall, tensors: tuple[Tensor | None, ...]) -> None:
+    ctx.saved = _Saved(config.logit_scale, config.softcap, call)
+    ctx.spent = False
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _marks_dirty(call: RowCall) -> bool:
+    return call.inplace and not torch.compiler.is_compiling()
+
+
+def _row_gradient(ctx: Any, grad_logps: Tensor, grad_entropy: Tensor | None, rows: tuple[Tensor, ...]) -> Tensor:
+    """d/dlogits of sum(grad_logps * logps + grad_entropy * entropy), over the logits themselves if they were given."""
+    logits, targets, temperature, entropy, row_max, sum_exp, sum_others = rows
+    saved: _Saved = ctx.saved
+    arguments = (
+        logits, targets, temperature, saved.logit_scale, saved.softcap, entropy, row_max, sum_exp, sum_others,
+        grad_logps, grad_entropy,
+    )  # fmt: skip
+    if not saved.call.inplace:
+        grad: Tensor = row_op("row_grad", saved.call.impl)(*arguments)
+        return grad
+    row_op("row_grad_", saved.call.impl)(*arguments)
+    return logits
+
+
+def _refuse_misuse(ctx: Any, name: str, grad_of_logits: Tensor | None) -> None:
+    """In place, the logits' values are gone after the first backward and their storage has one use."""
+    if not _marks_dirty(ctx.saved.call):
+        return
+    if grad_of_logits is not None:
+        raise RuntimeError(
+            f"{name}: logits were given away by inplace=True, but a later differentiable use needs their values. "
+            "Use inplace=False, or detach that use and compute it before."
+        )
+    if ctx.spent:
+        raise RuntimeError(f"{name}: a second backward needs logits that inplace=True overwrote. Use inplace=False.")
+    ctx.spent = True
+
+
+class PerTokenLogpsFunction(torch.autograd.Function):
+    """logps = log softmax(z)[target], entropy and lse of each row; see `per_token_logps`.
+
+    `apply(logits, targets, mask, temperature, config) -> (logps, entropy | None, lse)`: logits `[B, T, V]` or `[N, V]`,
+    targets and mask of its leading shape (mask may be None), temperature a number, a tensor broadcastable to that shape,
+    or None (config.temperature), config a `GRPOLossConfig` of which softcap, logit_scale and entropy count. Arguments are
+    not checked here: `per_token_logps` checks them, then calls this.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        mask: Tensor | None,
+        temperature: float | Tensor | None,
+        config: GRPOLossConfig,
+        call: RowCall = RowCall(),  # noqa: B008  (immutable)
+    ) -> tuple[Tensor | None, ...]:
+        """Row statistics."""
+        kept = torch.where(live_rows(targets, mask, logits.shape[-1]), targets, -1)
+        heat = _temperature(config, temperature, logits)
+        logps, entropy, lse, row_max, sum_exp, sum_others = row_op("row_stats", call.impl)(
+            logits, kept, heat, config.logit_scale, config.softcap, config.needs_entropy
+        )
+        _save(ctx, config, call, (logits, kept, heat, entropy, row_max, sum_exp, sum_others))
+        ctx.mark_non_differentiable(lse)
+        outputs = (logps, entropy if config.needs_entropy else None, lse)
+        if _marks_dirty(call):
+            ctx.mark_dirty(logits)
+            return (*outputs, logits)
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """One row gradient."""
+        nothing = (None,) * (len(ctx.needs_input_grad) - 1)
+        grad_logps, grad_entropy = grads[:2]
+        _refuse_misuse(ctx, "per_token_logps", grads[3] if len(grads) > 3 else None)
+        if not ctx.needs_input_grad[0] or (grad_logps is None and grad_entropy is None):
+            return (None, *nothing)
+        rows = ctx.saved_tensors
+        if grad_logps is None:
+            grad_logps = torch.zeros_like(rows[4])
+        return (_row_gradient(ctx, grad_logps, grad_entropy, rows), *nothing)
+
+
+class GRPOLossFunction(torch.autograd.Function):
+    """A GRPO-family loss from logits; see `grpo_loss`.
+
+    `apply(logits, completion_ids, advantages, old_per_token_logps, ref_per_token_logps, completion_mask, config) ->
+    (loss, per_token_logps)`, the last detached: logits `[B, T, V]`, ids `[B, T]`, advantages `[B]`, `[B, 1]` or
+    `[B, T]`, the rest `[B, T]` or None. With a `LossCall` as eighth argument it returns what `grpo_loss` needs: (loss,
+    logps, entropy | None, token loss, kl | None, ratio, metrics, logits | None). Arguments are not checked here:
+    `grpo_loss` checks them, then calls this.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        completion_ids: Tensor,
+        advantages: Tensor,
+        old_per_token_logps: Tensor | None,
+        ref_per_token_logps: Tensor | None,
+        completion_mask: Tensor | None,
+        config: GRPOLossConfig,
+        call: LossCall | None = None,
+    ) -> tuple[Tensor | None, ...]:
+        """Row statistics, then the objective, which also gives the coefficient of every row for backward."""
+        extras = LossCall() if call is None else call
+        layout = make_layout(completion_ids.shape, extras.cu_seqlens)
+        live = live_rows(completion_ids, completion_mask, logits.shape[-1])
+        inside = layout.inside()
+        live = live if inside is None else live & inside
+        targets = torch.where(live, completion_ids, -1)
+        temperature = _temperature(config, extras.temperature, logits)
+        if extras.cu_seqlens is not None and temperature.ndim == 2:
+            # tokens outside every sequence are dead: any positive number serves
+            temperature = torch.where(live, layout.spread(temperature.squeeze(1)), 1.0)
+        logps, entropy, _, row_max, sum_exp, sum_others = row_op("row_stats", extras.rows.impl)(
+            logits, targets, temperature, config.logit_scale, config.softcap, config.needs_entropy
+        )
+        ref = ref_per_token_logps if config.beta != 0 else None
+        weight = extras.importance_sampling_ratio
+        tokens = objective.TokenInputs(
+            logps,
+            entropy if config.needs_entropy else None,
+            live,
+            _token_values(advantages, live, logps.dtype, layout),
+            None if old_per_token_logps is None else _finite_where_dead(old_per_token_logps, live, logps.dtype),
+            None if ref is None else _finite_where_dead(ref, live, logps.dtype),
+            None if weight is None else _token_values(weight, live, logps.dtype, layout),
+        )
+        result = objective.evaluate(config, tokens, layout, extras.normalizer, extras.entropy_normalizer)
+        _save(
+            ctx, config, extras.rows,
+            (logits, targets, temperature, entropy, row_max, sum_exp, sum_others,
+             result.coef, result.scale, result.entropy_scale),
+        )  # fmt: skip
+        if call is None:
+            ctx.mark_non_differentiable(logps)
+            return result.loss, logps
+        metrics = torch.stack([result.metrics[name] for name in objective.metric_names(config, weight is not None)])
+        detached = (logps, tokens.entropy, result.token_loss, result.kl, result.ratio, metrics)
+        ctx.mark_non_differentiable(*(t for t in detached if t is not None))
+        if _marks_dirty(extras.rows):
+            ctx.mark_dirty(logits)
+            return (result.loss, *detached, logits)
+        return (result.loss, *detached, None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """One row gradient; 1/Z joins the upstream scale here, so that small coefficients keep their digits."""
+        nothing = (None,) * (len(ctx.needs_input_grad) - 1)
+        _refuse_misuse(ctx, "grpo_loss", grads[7] if len(grads) > 7 else None)
+        upstream = grads[0]
+        if upstream is None or not ctx.needs_input_grad[0]:
+            return (None, *nothing)
+        *rows, coef, scale, entropy_scale = ctx.saved_tensors
+        grad_entropy = None
+        if entropy_scale is not None:
+            live = rows[1] >= 0
+            grad_entropy = torch.where(live, entropy_scale * upstream, 0.0)
+        grad_logps = torch.where(coef == 0, 0.0, coef * (scale * upstream))
+        return (_row_gradient(ctx, grad_logps, grad_entropy, tuple(rows)), *nothing)
+
+
+def _token_values(values: Tensor, live: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
+    """A sequence or token tensor as token values."""
+    if live.ndim == 1:  # packed: [N] or [N, 1] are tokens, [S] or [S, 1] sequences
+        is_sequence = values.shape[0] == layout.num_sequences and not (
+            values.ndim == 2 and layout.num_sequences == len(live)
+        )
+        values = values.reshape(-1)
+        values = layout.spread(values) if is_sequence else values
+    elif values.ndim == 1:
+        values = values.unsqueeze(1)
+    return _finite_where_dead(values, live, dtype)
+
+
+def _finite_where_dead(values: Tensor, live: Tensor, dtype: torch.dtype) -> Tensor:
+    """Dead tokens become 0, whatever they held."""
+    return torch.where(live, values.to(dtype), 0.0)

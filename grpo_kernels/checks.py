@@ -1,0 +1,301 @@
+"""Checks of arguments, before any work starts: `<function>: <argument> <requirement>, got <value>. <what to do>`."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+import os
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from .config import GRPOLossConfig
+
+ENVIRONMENT: Final = "GRPO_KERNELS_CHECK"
+FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_MASKS: Final = (*FLOATS, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_IDS: Final = (torch.int32, torch.int64)
+
+
+def complain(function: str, argument: str, requirement: str, got: object, advice: str) -> str:
+    """One message of the one format."""
+    return f"{function}: {argument} {requirement}, got {got}. {advice}"
+
+
+def reads_data(tensor: Tensor) -> bool:
+    """Whether checks may look at values: always on the CPU, elsewhere with GRPO_KERNELS_CHECK=1; not while tracing."""
+    if torch.compiler.is_compiling() or tensor.is_meta:
+        return False
+    return tensor.device.type == "cpu" or os.environ.get(ENVIRONMENT, "0") == "1"
+
+
+def shape_of(tensor: Tensor) -> list[int]:
+    """The shape as a plain list, for messages."""
+    return list(tensor.shape)
+
+
+def check_tensor(function: str, argument: str, value: object, dtypes: Sequence[torch.dtype], kinds: str) -> Tensor:
+    """A plain tensor of one of these dtypes; TypeError otherwise."""
+    if not isinstance(value, Tensor):
+        advice = f"Pass a tensor of {kinds}."
+        raise TypeError(complain(function, argument, "must be a tensor", type(value).__name__, advice))
+    if _is_dtensor(value):
+        advice = "Pass full_tensor() of it, or to_local() where each rank holds whole rows."
+        raise TypeError(complain(function, argument, "must be a plain tensor", "a DTensor", advice))
+    if value.dtype not in dtypes:
+        raise TypeError(complain(function, argument, f"must hold {kinds}", value.dtype, "Convert it."))
+    return value
+
+
+def _is_dtensor(value: Tensor) -> bool:
+    return any(kind.__name__ == "DTensor" for kind in type(value).__mro__)
+
+
+def check_logits(function: str, logits: object, ids_argument: str, ids: object) -> tuple[Tensor, Tensor]:
+    """Logits `[B, T, V]` or `[N, V]` with ids of the leading shape."""
+    logits = check_tensor(function, "logits", logits, FLOATS, "float16, bfloat16, float32 or float64")
+    ids = check_tensor(function, ids_argument, ids, _IDS, "int32 or int64 ids")
+    if logits.ndim not in (2, 3):
+        raise ValueError(
+            complain(
+                function, "logits", "must be [B, T, V] or [N, V]", shape_of(logits), "Add or merge the leading axes."
+            )
+        )
+    if ids.shape != logits.shape[:-1]:
+        advice = f"Make {ids_argument} {shape_of(logits)[:-1]}, or cut the logits."
+        if ids.ndim == logits.ndim - 1 and ids.ndim and logits.shape[-2] == ids.shape[-1] + 1:
+            advice = "Row t of logits must score id t: pass logits[:, :-1] (a view, no copy), which drops the last row."
+        got = f"{ids_argument} {shape_of(ids)} with logits {shape_of(logits)}"
+        raise ValueError(complain(function, ids_argument, "must have the leading shape of logits", got, advice))
+    if logits.shape[-1] == 0:
+        raise ValueError(
+            complain(function, "logits", "must have a vocabulary", shape_of(logits), "Pass V >= 1 columns.")
+        )
+    if logits.shape[-1] > 1 and logits.stride(-1) != 1:
+        advice = "Call .contiguous() on it, or keep the vocabulary as the innermost axis."
+        raise ValueError(complain(function, "logits", "must have stride 1 on the last axis", logits.stride(), advice))
+    check_device(function, "logits", logits.device, {ids_argument: ids})
+    return logits, ids
+
+
+def check_device(function: str, anchor: str, device: torch.device, others: dict[str, Tensor | None]) -> None:
+    """All tensors on the device of the one named `anchor`."""
+    for argument, tensor in others.items():
+        if tensor is not None and tensor.device != device:
+            advice = f"Move it with .to({str(device)!r})."
+            raise ValueError(
+                complain(function, argument, f"must be on the device of {anchor}, {device}", tensor.device, advice)
+            )
+
+
+def check_mask(function: str, argument: str, mask: object, ids_argument: str, ids: Tensor) -> Tensor | None:
+    """A mask of the ids' shape: bool, integer or float."""
+    if mask is None:
+        return None
+    mask = check_tensor(function, argument, mask, _MASKS, "bool, integers or floats")
+    if mask.shape != ids.shape:
+        got = f"{argument} {shape_of(mask)} with {ids_argument} {shape_of(ids)}"
+        advice = "Cut or pad one of them; nothing is broadcast."
+        raise ValueError(complain(function, argument, f"must have the shape of {ids_argument}", got, advice))
+    return mask
+
+
+def check_token_tensor(function: str, argument: str, value: object, ids: Tensor) -> Tensor | None:
+    """A float tensor of exactly the ids' shape, or None."""
+    if value is None:
+        return None
+    value = check_tensor(function, argument, value, FLOATS, "floats")
+    if value.shape != ids.shape:
+        advice = "Give one value per token."
+        raise ValueError(
+            complain(function, argument, f"must have the shape of the ids, {shape_of(ids)}", shape_of(value), advice)
+        )
+    return value
+
+
+def check_sequence_or_token(
+    function: str, argument: str, value: object, ids: Tensor, num_sequences: int
+) -> Tensor | None:
+    """A sequence tensor `[B]` / `[B, 1]` or a token tensor; packed `[S]` / `[S, 1]`, `[N]` / `[N, 1]`."""
+    if value is None:
+        return None
+    value = check_tensor(function, argument, value, (*FLOATS, *_IDS), "numbers")
+    shapes = [[num_sequences], [num_sequences, 1], shape_of(ids)]
+    if ids.ndim == 1:
+        shapes.append([ids.shape[0], 1])
+    if shape_of(value) not in shapes:
+        wanted = f"must be one per sequence, {shapes[0]} or {shapes[1]}, or one per token, {shape_of(ids)}"
+        raise ValueError(complain(function, argument, wanted, shape_of(value), "Reshape it; nothing is broadcast."))
+    return value
+
+
+def check_temperature(
+    function: str, temperature: object, ids: Tensor, num_sequences: int | None, live: Tensor | None
+) -> Tensor | float:
+    """A number, a 0-d tensor, `[B, 1]`, or one per token; > 0 (where live)."""
+    if not isinstance(temperature, Tensor):
+        return check_positive(function, "temperature", temperature)
+    check_tensor(function, "temperature", temperature, (*FLOATS, *_IDS), "numbers")
+    shapes = [[], shape_of(ids)]
+    if num_sequences is not None:
+        shapes.append([num_sequences, 1])
+    if shape_of(temperature) not in shapes:
+        wanted = "must be a number, a 0-d tensor, [B, 1] or one per token"
+        advice = "A [B] tensor could mean two things: pass temperature[:, None] for one per sequence."
+        raise ValueError(complain(function, "temperature", wanted, f"shape {shape_of(temperature)}", advice))
+    if reads_data(temperature):
+        bad = ~((temperature > 0) & torch.isfinite(temperature))
+        if live is not None and temperature.shape == live.shape:
+            bad = bad & live.to(bad.device)
+        if bool(bad.any()):
+            value = temperature[bad].reshape(-1)[0].item()
+            raise ValueError(complain(function, "temperature", "must be finite and > 0", value, "Use the sampler's."))
+    return temperature
+
+
+def check_positive(function: str, argument: str, value: object) -> float:
+    """A finite number > 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(
+            complain(function, argument, "must be a number", type(value).__name__, "Convert it with float().")
+        )
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(complain(function, argument, "must be finite and > 0", value, "Give a positive number."))
+    return float(value)
+
+
+def check_normalizer(function: str, argument: str, value: object) -> Tensor | float | None:
+    """A number or 0-d tensor > 0, or None."""
+    if value is None or not isinstance(value, Tensor):
+        return None if value is None else check_positive(function, argument, value)
+    check_tensor(function, argument, value, (*FLOATS, *_IDS), "a number")
+    if value.ndim != 0:
+        advice = "Pass its sum, or index the one element."
+        raise ValueError(complain(function, argument, "must be a number or a 0-d tensor", shape_of(value), advice))
+    if reads_data(value):
+        number = value.item()
+        if not (math.isfinite(number) and number > 0):
+            advice = "Give the global count divided by the number of processes."
+            raise ValueError(complain(function, argument, "must be finite and > 0", number, advice))
+    return value
+
+
+def check_config(function: str, config: object) -> GRPOLossConfig:
+    """A GRPOLossConfig; what it holds was checked when it was made."""
+    if not isinstance(config, GRPOLossConfig):
+        advice = "Build one with its options by name."
+        raise TypeError(complain(function, "config", "must be a GRPOLossConfig", type(config).__name__, advice))
+    return config
+
+
+def check_rewards(function: str, rewards: object, num_sequences: int) -> Tensor:
+    """`[B]` or `[B, 1]` real numbers."""
+    rewards = check_tensor(function, "rewards", rewards, _MASKS, "real numbers")
+    if shape_of(rewards) not in ([num_sequences], [num_sequences, 1]):
+        advice = "Give one reward per sequence."
+        raise ValueError(complain(function, "rewards", f"must be [{num_sequences}]", shape_of(rewards), advice))
+    return rewards
+
+
+def check_choice(function: str, argument: str, value: object, choices: Sequence[str]) -> None:
+    """One of a few words."""
+    if value not in choices:
+        close = difflib.get_close_matches(str(value), choices, n=1)
+        advice = f"Did you mean {close[0]!r}?" if close else "Choose one of these."
+        raise ValueError(complain(function, argument, f"must be one of {', '.join(choices)}", repr(value), advice))
+
+
+def check_ids_below(function: str, argument: str, ids: Tensor, mask: Tensor | None, vocabulary: int) -> None:
+    """Live ids below V; negative ids mean dead."""
+    if not reads_data(ids) or ids.numel() == 0:
+        return
+    bad = ids >= vocabulary
+    if mask is not None:
+        bad = bad & (mask != 0)
+    if bool(bad.any()):
+        got = f"{int(ids[bad].reshape(-1)[0])} with V = {vocabulary}"
+        advice = "Mask such tokens out, or give them a negative id."
+        raise ValueError(complain(function, argument, "must hold ids below V where they count", got, advice))
+
+
+def check_live_finite(function: str, argument: str, values: Tensor | None, live: Tensor) -> None:
+    """Log-probabilities that count are finite."""
+    if values is None or not reads_data(values) or values.numel() == 0:
+        return
+    bad = live & ~torch.isfinite(values)
+    if bool(bad.any()):
+        where = bad.nonzero()[0].tolist()
+        got = f"{values[bad].reshape(-1)[0].item()} at {where}"
+        raise ValueError(
+            complain(function, argument, "must be finite at live tokens", got, "Mask the token or mend it.")
+        )
+
+
+def check_cu_seqlens(function: str, cu_seqlens: object, ids: Tensor) -> Tensor:
+    """Offsets `[S + 1]` from 0, monotonic, within N."""
+    offsets = check_tensor(function, "cu_seqlens", cu_seqlens, _IDS, "int32 or int64 offsets")
+    if ids.ndim != 1:
+        advice = "Pack the tokens into [N], or drop cu_seqlens."
+        raise ValueError(complain(function, "cu_seqlens", "goes with packed [N] ids", f"ids {shape_of(ids)}", advice))
+    if offsets.ndim != 1 or offsets.shape[0] < 1:
+        raise ValueError(complain(function, "cu_seqlens", "must be [S + 1]", shape_of(offsets), "Start it with 0."))
+    if reads_data(offsets):
+        ends = offsets.tolist()
+        if ends[0] != 0 or ends[-1] > ids.shape[0] or any(a > b for a, b in itertools.pairwise(ends)):
+            wanted = f"must start at 0, never fall, and end within N = {ids.shape[0]}"
+            shown = ends if len(ends) <= 8 else [*ends[:4], "...", *ends[-3:]]
+            raise ValueError(complain(function, "cu_seqlens", wanted, shown, "Pass cumulative lengths."))
+    return offsets
+
+
+def check_inplace(function: str, logits: Tensor, inplace: bool) -> bool:
+    """Whether the logits may be overwritten; they must be a non-leaf tensor that is no view. Without grad: no."""
+    if not inplace or not torch.is_grad_enabled() or not logits.requires_grad:
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    advice = "Pass the model's own output tensor, or use inplace=False."
+    if logits.is_leaf:
+        raise ValueError(complain(function, "logits", "must not be a leaf tensor with inplace=True", "a leaf", advice))
+    if logits._is_view():
+        raise ValueError(complain(function, "logits", "must not be a view with inplace=True", "a view", advice))
+    return True
+
+
+def check_group_arguments(
+    function: str, rewards: Any, group_size: Any, group_ids: Any, baseline: str, scale: str, ddof: Any, eps: Any
+) -> None:
+    """The arguments of group_advantages."""
+    rewards = check_tensor(function, "rewards", rewards, _MASKS, "real numbers")
+    if rewards.ndim != 1:
+        raise ValueError(complain(function, "rewards", "must be [B]", shape_of(rewards), "Flatten it."))
+    check_choice(function, "baseline", baseline, ("mean", "leave_one_out", "none"))
+    check_choice(function, "scale", scale, ("group", "batch", "none"))
+    if isinstance(ddof, bool) or ddof not in (0, 1):
+        raise ValueError(complain(function, "ddof", "must be 0 or 1", ddof, "TRL uses 1."))
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+        raise TypeError(complain(function, "eps", "must be a number", type(eps).__name__, "TRL uses 1e-4."))
+    if not (math.isfinite(eps) and eps >= 0):
+        raise ValueError(complain(function, "eps", "must be finite and >= 0", eps, "TRL uses 1e-4."))
+    if group_size is not None and group_ids is not None:
+        advice = "Use group_size for consecutive groups, group_ids for any others."
+        raise ValueError(complain(function, "group_size", "must be None with group_ids", group_size, advice))
+    if group_size is not None:
+        if isinstance(group_size, bool) or not isinstance(group_size, int):
+            raise TypeError(
+                complain(function, "group_size", "must be an int", type(group_size).__name__, "Convert it with int().")
+            )
+        if group_size < 1 or len(rewards) % group_size:
+            wanted = f"must be >= 1 and divide the number of rewards, {len(rewards)}"
+            raise ValueError(complain(function, "group_size", wanted, group_size, "Use group_ids for uneven groups."))
+    if group_ids is not None:
+        ids = check_tensor(function, "group_ids", group_ids, _MASKS[4:], "integers")
+        if ids.shape != rewards.shape:
+            got = f"{shape_of(ids)} with rewards {shape_of(rewards)}"
+            raise ValueError(
+                complain(function, "group_ids", "must have the shape of rewards", got, "Give one id each.")
+            )
+        check_device(function, "rewards", rewards.device, {"group_ids": ids})

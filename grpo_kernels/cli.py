@@ -1,0 +1,79 @@
+"""The command line: `grpo-kernels info | check | train`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+
+from . import backends, diagnostics
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    code: int = options.run(options)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="grpo-kernels", description="Fused GRPO losses: what runs here, and a demo.")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    def add(name: str, text: str, example: str) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name, help=text, description=text, epilog=f"example: {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+
+    info = add("info", "Say what runs on this machine, and why.", "grpo-kernels info")
+    info.set_defaults(run=_info)
+
+    check = add(
+        "check",
+        "Compare results with float64 on this machine; exit code 1 when one is outside its error budget.",
+        "grpo-kernels check --device cpu --impl torch",
+    )
+    check.add_argument("--device", default=None, help="torch device (default: the accelerator, else cpu)")
+    check.add_argument("--impl", default="auto", help="auto, torch, cpp or triton (default: auto)")
+    check.set_defaults(run=_check)
+
+    train = add(
+        "train",
+        "Train a language model with GRPO; without options a small embedded one that needs no download.",
+        "grpo-kernels train --config run.toml",
+    )
+    _add_training(train)
+    return parser
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    from .training import command
+
+    command.add_arguments(parser)
+    parser.set_defaults(run=command.run)
+
+
+def _info(_options: argparse.Namespace) -> int:
+    print("\n".join(diagnostics.info_lines()))
+    return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    device = options.device or diagnostics.default_device()
+    started, failures = time.perf_counter(), 0
+    for name, version in diagnostics.versions().items():
+        print(f"{name:<24} {version}")
+    for text, holds, numbers in diagnostics.check(device, options.impl):
+        failures += not holds
+        print(f"{'ok  ' if holds else 'FAIL'}  {text}: {numbers}", flush=True)
+    seconds = time.perf_counter() - started
+    verdict = "all within budget" if failures == 0 else f"{failures} outside the budget: please report this output"
+    print(f"{device}, implementation {backends.last_used()}: {verdict} ({seconds:.1f} s)")
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

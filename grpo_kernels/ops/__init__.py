@@ -1,0 +1,7 @@
+"""The V-sized work as `torch.library` ops: one schema, one op per implementation, no autograd of their own."""
+
+from __future__ import annotations
+
+from . import rows, schema
+
+schema.implement("torch", rows.row_stats, rows.row_grad, rows.row_grad_)

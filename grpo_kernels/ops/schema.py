@@ -1,0 +1,89 @@
+"""Schemas of the row ops, their fake kernels, and the record of which implementation ran last.
+
+`logits` is `[B, T, V]` or `[N, V]` with any strides, last axis stride 1; every other tensor has its leading shape.
+`targets` holds -1 at dead rows. The exponent of a column is `y = (c(x) - row_max) * k` in nats with `k = factor /
+temperature`: without a softcap `c(x) = x` and `factor = logit_scale`; with one `c(x) = softcap * tanh(logit_scale * x /
+softcap)` and `factor = 1`.
+
+row_stats_* returns, per row (0 at dead rows; float64 for float64 logits, else float32):
+    logps        log softmax(z)[target], exact also where the target holds nearly all the mass
+    entropy      of softmax(z); empty unless asked for
+    lse          log-sum-exp of z
+    row_max      max c(x). Not scaled: `(x - row_max)` is exact near the max without a fused multiply-add, where
+                 `x * k - row_max * k` is wrong by 1e-4 for logits near -1000. A kernel with an FMA multiplies first.
+    sum_exp      S = sum exp(y)
+    sum_others   R = the same without the target's column: 1 - p of the target is R / S, never 1 - exp(logp)
+
+row_grad_* gives d/dlogits of `sum(grad_logps * logps + grad_entropy * entropy)` in the logits' dtype; rows whose two
+coefficients are 0 are written as 0 without being read. row_grad_*_ (`_` at the end) writes it over the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+NAMESPACE: Final = "grpo_kernels"
+_STATS = (
+    "(Tensor logits, Tensor targets, Tensor temperature, float logit_scale, float? softcap, bool entropy)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_GRAD = (
+    "Tensor targets, Tensor temperature, float logit_scale, float? softcap, Tensor entropy, Tensor row_max,"
+    " Tensor sum_exp, Tensor sum_others, Tensor grad_logps, Tensor? grad_entropy)"
+)
+_library = torch.library.Library(NAMESPACE, "DEF")
+_last_used: str | None = None
+
+
+def last_used() -> str | None:
+    """The implementation that the last row op ran; None before any."""
+    return _last_used
+
+
+def implement(
+    name: str, row_stats: Callable[..., Any], row_grad: Callable[..., Tensor], row_grad_: Callable[..., None]
+) -> None:
+    """Register one implementation as `row_stats_NAME`, `row_grad_NAME` and `row_grad_NAME_`."""
+    for op, arguments, kernel, fake in (
+        (f"row_stats_{name}", _STATS, row_stats, _fake_stats),
+        (f"row_grad_{name}", f"(Tensor logits, {_GRAD} -> Tensor", row_grad, _fake_grad),
+        (f"row_grad_{name}_", f"(Tensor(a!) logits, {_GRAD} -> ()", row_grad_, _fake_grad_),
+    ):
+        _library.define(op + arguments)
+        _library.impl(op, _recorded(name, kernel), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{op}", fake, lib=_library)
+
+
+def _recorded(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*arguments: Any) -> Any:
+        global _last_used  # noqa: PLW0603
+        _last_used = name
+        return kernel(*arguments)
+
+    return run
+
+
+def stats_dtype(logits: Tensor) -> torch.dtype:
+    """float64 for float64 logits, else float32."""
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def _fake_stats(
+    logits: Tensor, targets: Tensor, temperature: Tensor, logit_scale: float, softcap: float | None, entropy: bool
+) -> tuple[Tensor, ...]:
+    dtype = stats_dtype(logits)
+    names = ("logps", "entropy", "lse", "row_max", "sum_exp", "sum_others")
+    shapes = [[0] if name == "entropy" and not entropy else targets.shape for name in names]
+    return tuple(torch.empty(shape, dtype=dtype, device=logits.device) for shape in shapes)
+
+
+def _fake_grad(logits: Tensor, *rest: Any) -> Tensor:
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
+def _fake_grad_(logits: Tensor, *rest: Any) -> None:
+    return None

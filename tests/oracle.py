@@ -1,0 +1,379 @@
+"""The tests' own truth: every formula once more, in NumPy, from the papers and the contract, with gradients by hand.
+
+Nothing here imports the package under test or uses autograd. Small problems run in `numpy.longdouble` (64-bit mantissa on
+x86), so that the truth is truer than float64 results; pass `real=np.float64` where V is large. Tokens are flat: a padded
+`[B, T]` batch is B sequences of T tokens, a packed one is described by `cu_seqlens`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Array = NDArray[Any]
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo")
+
+
+@dataclass(frozen=True)
+class RowStats:
+    """Statistics of N rows of V logits; dead rows are 0 in `logps` and `entropy`."""
+
+    logps: Array  # [N]
+    entropy: Array  # [N]
+    lse: Array  # [N], undefined (0) at dead rows
+    live: Array  # [N] bool
+    size: Array  # [N] the largest number of the row, 1 at least: |log p| of the target or a transformed logit
+    dlogps: Array  # [N, V] d logps[n] / d logits[n]
+    dentropy: Array  # [N, V] d entropy[n] / d logits[n]
+
+
+def row_stats(
+    logits: ArrayLike,
+    ids: ArrayLike,
+    *,
+    mask: ArrayLike | None = None,
+    temperature: ArrayLike = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    real: type = np.longdouble,
+) -> RowStats:
+    """Log-probability of `ids [N]` under softmax of the transformed `logits [N, V]`, its entropy, and both gradients."""
+    rows = np.asarray(logits)
+    n, v = rows.shape
+    ids = np.asarray(ids).astype(np.int64)
+    live = (ids >= 0) & (ids < v)
+    if mask is not None:
+        live &= np.asarray(mask) != 0
+    tau = np.broadcast_to(np.asarray(temperature, dtype=real), (n,))
+    logps, entropy, lse = np.zeros(n, real), np.zeros(n, real), np.zeros(n, real)
+    size = np.ones(n, real)
+    dlogps, dentropy = np.zeros((n, v), real), np.zeros((n, v), real)
+    for t in np.flatnonzero(live):
+        x = rows[t].astype(real)
+        if np.isnan(x).any() or np.isposinf(x).any() or np.isneginf(x).all():
+            logps[t] = entropy[t] = lse[t] = np.nan
+            dlogps[t] = dentropy[t] = np.nan
+            continue
+        kept = ~np.isneginf(x)
+        u = real(logit_scale) * x[kept]
+        slope = np.full(u.shape, real(logit_scale))
+        if softcap is not None:
+            cap = real(softcap)
+            slope = slope / np.cosh(u / cap) ** 2
+            u = cap * np.tanh(u / cap)
+        z = u / tau[t]
+        slope = slope / tau[t]
+        top = z.max()
+        e = np.exp(z - top)
+        total = e.sum()
+        logp_all = (z - top) - np.log(total)
+        p = e / total
+        h = -(p * np.where(p > 0, logp_all, real(0))).sum()
+        entropy[t], lse[t] = h, top + np.log(total)
+        column = np.zeros(v, real)
+        column[kept] = -p * slope
+        is_kept = bool(kept[ids[t]])
+        if is_kept:
+            k = int(np.count_nonzero(kept[: ids[t]]))
+            logps[t] = logp_all[k]
+            column[ids[t]] = slope[k] * ((e.sum() - e[k]) / total if e[k] < 0.5 * total else np.delete(e, k).sum() / total)
+        else:
+            logps[t] = -np.inf
+        size[t] = max(real(1), np.abs(z).max(), -logps[t] if is_kept else real(1))
+        dlogps[t] = column
+        dentropy[t][kept] = -p * np.where(p > 0, logp_all + h, real(0)) * slope
+    return RowStats(logps, entropy, lse, live, size, dlogps, dentropy)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The same names and defaults as GRPOLossConfig, for what the oracle knows."""
+
+    loss_type: str = "dapo"
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    delta: float | None = None
+    dual_clip: float | None = None
+    importance_sampling_level: str = "token"
+    beta: float = 0.0
+    kl_estimator: str = "k3"
+    use_bias_correction_kl: bool = False
+    temperature: float = 1.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    max_completion_length: int | None = None
+    entropy: bool = False
+    entropy_coef: float = 0.0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs of one loss call, NumPy, laid out as the package takes them (`[B, T]` or packed `[N]` with `cu_seqlens`)."""
+
+    logits: Array
+    ids: Array
+    advantages: Array
+    mask: Array | None = None
+    old: Array | None = None
+    ref: Array | None = None
+    weight: Array | None = None  # importance_sampling_ratio
+    temperature: Array | float | None = None
+    cu_seqlens: Array | None = None
+    normalizer: float | None = None
+    entropy_normalizer: float | None = None
+
+    def but(self, **changes: Any) -> Batch:
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Results of one loss call. What is flat has one value per token.
+
+    `*_scale` is what one relative rounding of the log-probabilities and logits (`RowStats.size`) can move a result by, to
+    first order and without luck: a ratio is an exponential, so a log-probability of -8 in float32 costs 8 eps.
+    """
+
+    loss: Any
+    loss_scale: Any
+    dlogits: Array  # like logits
+    dlogits_scale: Array  # flat
+    coef: Array  # d loss / d logps, flat
+    metrics: Mapping[str, float]
+    logps: Array  # flat, as the following
+    entropy: Array
+    token_loss: Array
+    token_scale: Array
+    kl: Array
+    ratio: Array
+    live: Array
+
+
+def sequence_index(batch: Batch) -> tuple[Array, int]:
+    """Sequence number of each flat token (-1: beyond the last sequence) and the number of sequences."""
+    if batch.cu_seqlens is None:
+        b, t = batch.ids.shape
+        return np.repeat(np.arange(b), t), b
+    cu = np.asarray(batch.cu_seqlens, dtype=np.int64)
+    index = np.full(batch.ids.shape[0], -1, dtype=np.int64)
+    for s, (start, stop) in enumerate(zip(cu[:-1], cu[1:], strict=True)):
+        index[start:stop] = s
+    return index, len(cu) - 1
+
+
+def spread_out(value: Array, batch: Batch, seq: Array, count: int, real: type) -> Array:
+    """A sequence or token tensor as flat tokens; a 1-d or `[S, 1]` tensor of S values is a sequence tensor."""
+    value = np.asarray(value)
+    n = seq.shape[0]
+    if batch.cu_seqlens is not None:
+        if value.shape == (n, 1) and n == count or value.shape == (n,) and n != count:
+            return value.reshape(n).astype(real)
+    elif value.shape == batch.ids.shape and not (value.shape[1] == 1 and value.shape[0] == count):
+        return value.reshape(n).astype(real)
+    per_seq = value.reshape(count).astype(real)
+    return np.where(seq >= 0, per_seq[np.maximum(seq, 0)], real(0)) if count else np.zeros(n, real)
+
+
+def _surrogate(r: Any, a: Any, p: Any, opt: Options) -> tuple[Any, Any]:
+    """`(l, dl/dp)` of one token, with `dr/dp = r`, for ratio `r`, advantage `a`, log-probability `p`."""
+    if a == 0:
+        return r * 0 if np.isfinite(r) else a * 0, a * 0
+    high = opt.epsilon if opt.epsilon_high is None else opt.epsilon_high
+    if opt.loss_type == "cispo":
+        w = min(r, type(r)(high))
+        return -w * a * p, -w * a
+    lo, hi = type(r)(1) - type(r)(opt.epsilon), type(r)(1) + type(r)(high)
+    free, dfree = r, r
+    if opt.delta is not None and r > opt.delta:
+        free, dfree = type(r)(opt.delta), r * 0
+    held, dheld = (lo, r * 0) if r < lo else (hi, r * 0) if r > hi else (r, r)
+    if free * a < held * a:
+        loss, dloss = -free * a, -dfree * a
+    elif free * a > held * a:
+        loss, dloss = -held * a, -dheld * a
+    else:
+        loss, dloss = -free * a, -(dfree + dheld) / 2 * a
+    if opt.dual_clip is not None and a < 0 and loss > -opt.dual_clip * a:
+        loss, dloss = -type(r)(opt.dual_clip) * a, r * 0
+    return loss, dloss
+
+
+def _kl(d: Any, name: str) -> tuple[Any, Any]:
+    """`(k, dk/dp)` with `d = f - p`."""
+    if name == "k1":
+        return -d, d * 0 + 1
+    if name == "k2":
+        return d * d / 2, -d
+    if name == "k3":
+        return np.expm1(d) - d, -np.expm1(d)
+    raise NotImplementedError(name)
+
+
+def grpo(batch: Batch, opt: Options, *, real: type = np.longdouble) -> Truth:
+    """Loss, gradient and metrics of one batch."""
+    seq, count = sequence_index(batch)
+    n = seq.shape[0]
+    v = batch.logits.shape[-1]
+    mask = np.ones(n, bool) if batch.mask is None else np.asarray(batch.mask).reshape(n) != 0
+    mask = mask & (seq >= 0)
+    tau: Any = opt.temperature if batch.temperature is None else batch.temperature
+    if np.ndim(tau) > 0:
+        tau = np.asarray(tau)
+        tau = np.broadcast_to(tau, batch.ids.shape).reshape(n) if batch.cu_seqlens is None else tau.reshape(n)
+    with np.errstate(all="ignore"):
+        stats = row_stats(
+            np.asarray(batch.logits).reshape(n, v), np.asarray(batch.ids).reshape(n), mask=mask, temperature=tau,
+            softcap=opt.softcap, logit_scale=opt.logit_scale, real=real,
+        )  # fmt: skip
+        return _objective(batch, opt, stats, seq, count, real)
+
+
+def _objective(batch: Batch, opt: Options, stats: RowStats, seq: Array, count: int, real: type) -> Truth:
+    n, live, p = seq.shape[0], stats.live, stats.logps
+    zeros = np.zeros(n, real)
+    adv = spread_out(batch.advantages, batch, seq, count, real)
+    weight = None if batch.weight is None else spread_out(batch.weight, batch, seq, count, real)
+    old = p if batch.old is None else np.asarray(batch.old).reshape(n).astype(real)
+    ref = zeros if batch.ref is None else np.asarray(batch.ref).reshape(n).astype(real)
+    lengths = np.array([np.count_nonzero(live & (seq == s)) for s in range(count)], dtype=np.int64)
+    by_sequence = opt.importance_sampling_level == "sequence"
+
+    ratio = zeros.copy()
+    seq_ratio = np.ones(count, real)
+    for s in range(count):
+        mine = live & (seq == s)
+        gap = zeros[mine] if batch.old is None else p[mine] - old[mine]
+        seq_ratio[s] = np.exp(gap.sum() / max(int(lengths[s]), 1))
+        ratio[mine] = seq_ratio[s] if by_sequence else np.exp(gap)
+
+    if opt.loss_type == "grpo":
+        z: Any = real(count)
+    elif opt.loss_type == "dr_grpo":
+        if opt.max_completion_length is None:
+            raise ValueError("max_completion_length")
+        z = real(count * opt.max_completion_length)
+    else:
+        z = real(live.sum())
+    z = max(z, real(1)) if batch.normalizer is None else real(batch.normalizer)
+    entropy_z = max(real(live.sum()), real(1)) if batch.entropy_normalizer is None else real(batch.entropy_normalizer)
+
+    token_loss, kl, coef = zeros.copy(), zeros.copy(), zeros.copy()
+    through_ratio = zeros.copy()  # d loss_t / d log(ratio_t), before the sequence mean spreads it
+    share = zeros.copy()  # c_i / Z
+    by_p, by_ratio = zeros.copy(), zeros.copy()  # |d loss_t / d p_t| and |d loss_t / d log ratio_t|, nothing cancelling
+    by_weight = zeros.copy()  # cispo: |loss_t|, which moves with its detached weight although the gradient does not
+    for t in np.flatnonzero(live):
+        share[t] = (1 / real(max(int(lengths[seq[t]]), 1)) if opt.loss_type == "grpo" else real(1)) / z
+        loss, dloss = _surrogate(ratio[t], adv[t], p[t], opt)
+        if weight is not None:
+            loss, dloss = loss * weight[t], dloss * weight[t]
+        direct = zeros[0]
+        if opt.loss_type == "cispo":
+            direct, dloss, by_weight[t] = dloss, zeros[0], abs(loss)
+        if opt.beta != 0:
+            k, dk = _kl(ref[t] - p[t], opt.kl_estimator)
+            by_p[t] += abs(opt.beta) * (1 + abs(dk)) * (ratio[t] if opt.use_bias_correction_kl else 1)
+            if opt.use_bias_correction_kl:
+                k, dk, dloss = k * ratio[t], dk * ratio[t], dloss + opt.beta * k * ratio[t]
+            kl[t] = k
+            loss, direct = loss + real(opt.beta) * k, direct + real(opt.beta) * dk
+        by_p[t] += abs(direct)
+        by_ratio[t] = abs(dloss)
+        token_loss[t], coef[t], through_ratio[t] = loss, direct * share[t], dloss * share[t]
+    size = stats.size
+    token_scale, coef_scale = (by_p + by_weight) * size, by_p * share * size
+    if by_sequence:
+        for s in range(count):
+            mine = live & (seq == s)
+            length = max(int(lengths[s]), 1)
+            coef[mine] += through_ratio[mine].sum() / length
+            token_scale[mine] += by_ratio[mine] * size[mine].sum() / length
+            coef_scale[mine] += (by_ratio[mine] * share[mine]).sum() / length * size[mine].sum() / length
+    else:
+        coef += through_ratio
+        token_scale += by_ratio * size
+        coef_scale += by_ratio * share * size
+
+    policy = (token_loss * share).sum()
+    loss = policy - real(opt.entropy_coef) * stats.entropy.sum() / entropy_z
+    dead = ~live[:, None]
+    dlogits = np.where(dead | (coef[:, None] == 0), real(0), coef[:, None] * stats.dlogps)
+    if opt.entropy_coef != 0:
+        dlogits = dlogits - np.where(dead, real(0), real(opt.entropy_coef) / entropy_z * stats.dentropy)
+
+    metrics = _metrics(opt, live, adv, ratio, seq_ratio, seq, count, kl, stats.entropy, weight)
+    metrics["policy_loss"] = float(policy)
+    bonus = abs(real(opt.entropy_coef)) / entropy_z * live * size * (1 + stats.entropy)
+    return Truth(
+        loss=loss, loss_scale=(token_scale * share).sum() + bonus.sum(), dlogits=dlogits.reshape(batch.logits.shape),
+        dlogits_scale=coef_scale + bonus, coef=coef, metrics=metrics, logps=p, entropy=stats.entropy, token_loss=token_loss,
+        token_scale=token_scale, kl=kl, ratio=ratio, live=live,
+    )  # fmt: skip
+
+
+def _metrics(
+    opt: Options, live: Array, adv: Array, ratio: Array, seq_ratio: Array, seq: Array, count: int, kl: Array,
+    entropy: Array, weight: Array | None,
+) -> dict[str, float]:  # fmt: skip
+    def mean(values: Array) -> float:
+        return float(values[live].sum() / max(int(live.sum()), 1))
+
+    metrics = {"num_tokens": float(live.sum())}
+    if live.any():
+        metrics |= {"ratio/mean": mean(ratio), "ratio/min": float(ratio[live].min()), "ratio/max": float(ratio[live].max())}
+        if weight is not None:
+            name = "importance_sampling_ratio/"
+            metrics |= {name + "mean": mean(weight), name + "min": float(weight[live].min())}
+            metrics[name + "max"] = float(weight[live].max())
+    if opt.beta != 0:
+        metrics["kl"] = mean(kl)
+    if opt.entropy or opt.entropy_coef != 0:
+        metrics["entropy"] = mean(entropy)
+    high = opt.epsilon if opt.epsilon_high is None else opt.epsilon_high
+    if opt.loss_type == "cispo":
+        metrics["cispo_clip_ratio"] = mean((ratio > high) & (adv > 0))
+        return metrics
+    bounded = ratio if opt.delta is None else np.minimum(ratio, opt.delta)
+    low_flag, high_flag = (bounded < 1 - opt.epsilon) & (adv < 0), (bounded > 1 + high) & (adv > 0)
+    for name, flag in (("low", low_flag), ("high", high_flag), ("region", low_flag | high_flag)):
+        if opt.importance_sampling_level == "sequence":
+            hit = sum(bool(flag[live & (seq == s)].any()) for s in range(count))
+            metrics[f"clip_ratio/{name}_mean"] = hit / max(count, 1)
+        else:
+            metrics[f"clip_ratio/{name}_mean"] = mean(flag)
+    return metrics
+
+
+def group_advantages(
+    rewards: ArrayLike, groups: ArrayLike, *, baseline: str = "mean", scale: str = "group", ddof: int = 1, eps: float = 1e-4
+) -> Array:
+    """Advantages of `rewards [B]` normalised inside the groups named by `groups [B]`; NaN means not scored."""
+    r = np.asarray(rewards, dtype=np.longdouble)
+    groups = np.asarray(groups)
+    out = np.zeros(r.shape, np.longdouble)
+    scored = ~np.isnan(r)
+
+    def deviation(values: Array) -> Any:
+        return np.sqrt(((values - values.mean()) ** 2).sum() / max(len(values) - ddof, 1))
+
+    for g in np.unique(groups):
+        mine = scored & (groups == g)
+        x = r[mine]
+        if len(x) == 0 or (x.min() == x.max() and (baseline, scale) != ("none", "none")):
+            continue
+        if baseline == "mean":
+            centred = x - x.mean()
+        elif baseline == "leave_one_out":
+            centred = np.array([x[i] - np.delete(x, i).mean() for i in range(len(x))])
+        else:
+            centred = x
+        if scale == "group":
+            centred = centred / (deviation(x) + np.longdouble(eps))
+        elif scale == "batch":
+            centred = centred / (deviation(r[scored]) + np.longdouble(eps))
+        out[mine] = centred
+    return out

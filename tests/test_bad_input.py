@@ -1,0 +1,538 @@
+"""Bad input is refused in words, before any work on the logits, and leaves every input as it was.
+
+Text: `<function>: <argument> <requirement>, got <value>. <what to do>`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import same_bits
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import grpo_kernels as gk
+
+NAN = math.nan
+B, T, V, G = 4, 3, 5, 2
+TEXT = r"^{function}: {argument}\b.*, got .+\. .+"
+
+
+class Watch(TorchDispatchMode):
+    """Notes each operation that reads or writes the logits' storage; making views is free."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__()
+        self.storage = logits.untyped_storage().data_ptr()
+        self.touched: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not func.is_view and func is not torch.ops.aten.detach.default:
+            for x in (*args, *kwargs.values()):
+                if isinstance(x, Tensor) and x.device.type == "cpu" and x.untyped_storage().data_ptr() == self.storage:
+                    self.touched.append(str(func))
+        return func(*args, **kwargs)
+
+
+def good() -> dict[str, Any]:
+    """A call of `grpo_loss` with nothing wrong in it."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "logits": torch.randn(B, T, V, generator=generator), "completion_ids": torch.arange(B * T).reshape(B, T) % V,
+        "config": gk.GRPOLossConfig(beta=0.1), "advantages": torch.tensor([1.0, -1.0, 0.5, -0.5]),
+        "completion_mask": torch.ones(B, T), "old_per_token_logps": torch.full((B, T), -1.5),
+        "ref_per_token_logps": torch.full((B, T), -1.4),
+    }  # fmt: skip
+
+
+def packed() -> dict[str, Any]:
+    call = {k: v.flatten(0, 1) if isinstance(v, Tensor) and v.dim() > 1 else v for k, v in good().items()}
+    return call | {"cu_seqlens": torch.tensor([0, 3, 3, 7, 12], dtype=torch.int32)}
+
+
+def refused(
+    call: Callable[..., Any], arguments: dict[str, Any], error: type[Exception], function: str, argument: str, *words: str
+) -> str:
+    """Calls, checks type, format and words of the refusal, that the logits were not worked on and no input changed."""
+    tensors = {k: v for k, v in arguments.items() if isinstance(v, Tensor)}
+    before = {k: (v.detach().clone(), v._version) for k, v in tensors.items()}
+    watch = Watch(arguments["logits"]) if isinstance(arguments.get("logits"), Tensor) else None
+    last = gk.backends.last_used()
+    with pytest.raises(error, match=TEXT.format(function=function, argument=argument)) as caught:
+        if watch is None:
+            call(**arguments)
+        else:
+            with watch:
+                call(**arguments)
+    text = str(caught.value)
+    for word in words:
+        assert word in text, f"{word!r} is not in {text!r}"
+    assert type(caught.value) is error
+    assert watch is None or not watch.touched, watch.touched
+    assert gk.backends.last_used() == last
+    for name, value in tensors.items():
+        if value.device.type == "cpu":
+            assert same_bits(value.detach(), before[name][0]), name
+        assert value._version == before[name][1], name
+    return text
+
+
+def test_the_good_calls_are_good() -> None:
+    for call in (good(), packed()):
+        assert torch.isfinite(gk.grpo_loss(**call).loss)
+
+
+def test_the_watch_sees_work() -> None:
+    call = good()
+    watch = Watch(call["logits"])
+    with watch:
+        gk.grpo_loss(**call)
+    assert watch.touched
+
+
+LONG = torch.long
+LOSS_SHAPES: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
+    "mask longer": ({"completion_mask": torch.ones(B, T + 1)}, "completion_mask", ("[4, 4]", "[4, 3]")),
+    "mask flat": ({"completion_mask": torch.ones(B * T)}, "completion_mask", ("[12]", "[4, 3]")),
+    "mask per sequence": ({"completion_mask": torch.ones(B, 1)}, "completion_mask", ("[4, 1]",)),
+    "unshifted logits": ({"logits": torch.zeros(B, T + 1, V)}, "(logits|completion_ids)", ("[:, :-1]",)),
+    "short logits": ({"logits": torch.zeros(B, T - 1, V)}, "(logits|completion_ids)", ()),
+    "other batch": ({"logits": torch.zeros(B + 1, T, V)}, "(logits|completion_ids)", ()),
+    "logits without V": ({"logits": torch.zeros(B, T)}, "(logits|completion_ids)", ()),
+    "logits of four axes": ({"logits": torch.zeros(1, B, T, V)}, "logits", ()),
+    "empty vocabulary": ({"logits": torch.zeros(B, T, 0)}, "logits", ()),
+    "old": ({"old_per_token_logps": torch.zeros(B, T + 1)}, "old_per_token_logps", ("[4, 4]", "[4, 3]")),
+    "old per sequence": ({"old_per_token_logps": torch.zeros(B)}, "old_per_token_logps", ()),
+    "old broadcast": ({"old_per_token_logps": torch.zeros(1, T)}, "old_per_token_logps", ()),
+    "ref": ({"ref_per_token_logps": torch.zeros(B, T + 1)}, "ref_per_token_logps", ("[4, 4]", "[4, 3]")),
+    "ref flat": ({"ref_per_token_logps": torch.zeros(B * T)}, "ref_per_token_logps", ()),
+    "advantages short": ({"advantages": torch.zeros(B - 1)}, "advantages", ("[3]",)),
+    "advantages along T": ({"advantages": torch.zeros(T)}, "advantages", ()),
+    "advantages 0-d": ({"advantages": torch.zeros(())}, "advantages", ()),
+    "advantages broadcast": ({"advantages": torch.zeros(1, T)}, "advantages", ()),
+    "advantages wide": ({"advantages": torch.zeros(B, T + 1)}, "advantages", ()),
+    "weight short": ({"importance_sampling_ratio": torch.ones(B + 1)}, "importance_sampling_ratio", ("[5]",)),
+    "weight wide": ({"importance_sampling_ratio": torch.ones(B, T + 1)}, "importance_sampling_ratio", ()),
+    "weight broadcast": ({"importance_sampling_ratio": torch.ones(1, T)}, "importance_sampling_ratio", ()),
+    "temperature [B]": ({"temperature": torch.ones(B)}, "temperature", ("[B, 1]",)),
+    "temperature wide": ({"temperature": torch.ones(B, T + 1)}, "temperature", ()),
+    "normalizer [1]": ({"normalizer": torch.ones(1)}, "normalizer", ("0-d",)),
+    "entropy_normalizer [B]": ({"entropy_normalizer": torch.ones(B)}, "entropy_normalizer", ("0-d",)),
+}
+
+
+@pytest.mark.parametrize("case", LOSS_SHAPES)
+def test_loss_refuses_shapes(case: str) -> None:
+    change, argument, words = LOSS_SHAPES[case]
+    refused(gk.grpo_loss, good() | change, ValueError, "grpo_loss", argument, *words)
+
+
+PACKED_SHAPES: dict[str, tuple[dict[str, Any], str]] = {
+    "mask": ({"completion_mask": torch.ones(B, T)}, "completion_mask"),
+    "old": ({"old_per_token_logps": torch.zeros(11)}, "old_per_token_logps"),
+    "logits": ({"logits": torch.zeros(13, V)}, "(logits|completion_ids)"),
+    "advantages per neither": ({"advantages": torch.zeros(5)}, "advantages"),
+    "weight per neither": ({"importance_sampling_ratio": torch.ones(3)}, "importance_sampling_ratio"),
+    "temperature [S]": ({"temperature": torch.ones(B)}, "temperature"),
+    "cu_seqlens two axes": ({"cu_seqlens": torch.tensor([[0, 3], [3, 12]])}, "cu_seqlens"),
+    "cu_seqlens none at all": ({"cu_seqlens": torch.zeros(0, dtype=torch.int32)}, "cu_seqlens"),
+    "cu_seqlens falls": ({"cu_seqlens": torch.tensor([0, 7, 3, 9, 12])}, "cu_seqlens"),
+    "cu_seqlens beyond N": ({"cu_seqlens": torch.tensor([0, 3, 3, 7, 13])}, "cu_seqlens"),
+    "cu_seqlens negative": ({"cu_seqlens": torch.tensor([-1, 3, 3, 7, 12])}, "cu_seqlens"),
+    "cu_seqlens starts late": ({"cu_seqlens": torch.tensor([1, 3, 3, 7, 12])}, "cu_seqlens"),
+}
+
+
+@pytest.mark.parametrize("case", PACKED_SHAPES)
+def test_loss_refuses_packed_shapes(case: str) -> None:
+    change, argument = PACKED_SHAPES[case]
+    refused(gk.grpo_loss, packed() | change, ValueError, "grpo_loss", argument)
+
+
+def test_cu_seqlens_goes_with_flat_ids_and_flat_ids_with_cu_seqlens() -> None:
+    refused(gk.grpo_loss, good() | {"cu_seqlens": torch.tensor([0, 12])}, ValueError, "grpo_loss", "cu_seqlens")
+    flat = packed() | {"cu_seqlens": None}
+    refused(gk.grpo_loss, flat, ValueError, "grpo_loss", "completion_ids", "cu_seqlens")
+
+
+KINDS: dict[str, tuple[dict[str, Any], str]] = {
+    "float ids": ({"completion_ids": torch.zeros(B, T)}, "completion_ids"),
+    "int16 ids": ({"completion_ids": torch.zeros(B, T, dtype=torch.int16)}, "completion_ids"),
+    "bool ids": ({"completion_ids": torch.zeros(B, T, dtype=torch.bool)}, "completion_ids"),
+    "list ids": ({"completion_ids": [[0] * T] * B}, "completion_ids"),
+    "int logits": ({"logits": torch.zeros(B, T, V, dtype=LONG)}, "logits"),
+    "complex logits": ({"logits": torch.zeros(B, T, V, dtype=torch.complex64)}, "logits"),
+    "list logits": ({"logits": [[[0.0] * V] * T] * B}, "logits"),
+    "complex mask": ({"completion_mask": torch.ones(B, T, dtype=torch.complex64)}, "completion_mask"),
+    "list mask": ({"completion_mask": [[1] * T] * B}, "completion_mask"),
+    "list advantages": ({"advantages": [1.0, -1.0, 0.5, -0.5]}, "advantages"),
+    "complex advantages": ({"advantages": torch.zeros(B, dtype=torch.complex64)}, "advantages"),
+    "float old": ({"old_per_token_logps": -1.5}, "old_per_token_logps"),
+    "list ref": ({"ref_per_token_logps": [[0.0] * T] * B}, "ref_per_token_logps"),
+    "number weight": ({"importance_sampling_ratio": 0.5}, "importance_sampling_ratio"),
+    "text temperature": ({"temperature": "1.0"}, "temperature"),
+    "text normalizer": ({"normalizer": "3"}, "normalizer"),
+    "dict config": ({"config": {"loss_type": "grpo"}}, "config"),
+    "text config": ({"config": "grpo"}, "config"),
+}
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_loss_refuses_kinds(case: str) -> None:
+    change, argument = KINDS[case]
+    refused(gk.grpo_loss, good() | change, TypeError, "grpo_loss", argument)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bool, torch.int16], ids=str)
+def test_loss_refuses_the_kind_of_cu_seqlens(kind: torch.dtype) -> None:
+    refused(gk.grpo_loss, packed() | {"cu_seqlens": torch.zeros(B + 1).to(kind)}, TypeError, "grpo_loss", "cu_seqlens")
+    refused(gk.grpo_loss, packed() | {"cu_seqlens": [0, 3, 3, 7, 12]}, TypeError, "grpo_loss", "cu_seqlens")
+
+
+VALUES: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
+    "temperature 0": ({"temperature": 0.0}, "temperature", ("> 0",)),
+    "temperature -1": ({"temperature": -1}, "temperature", ("> 0",)),
+    "temperature NaN": ({"temperature": NAN}, "temperature", ("nan",)),
+    "temperature 0-d": ({"temperature": torch.tensor(0.0)}, "temperature", ()),
+    "temperature of one row": ({"temperature": torch.tensor([[1.0], [1.0], [-2.0], [1.0]])}, "temperature", ()),
+    "temperature of one token": ({"temperature": torch.ones(B, T).index_fill(1, torch.tensor([2]), 0.0)}, "temperature", ()),
+    "normalizer 0": ({"normalizer": 0}, "normalizer", ("> 0",)),
+    "normalizer -1": ({"normalizer": -1.0}, "normalizer", ()),
+    "normalizer NaN": ({"normalizer": NAN}, "normalizer", ()),
+    "normalizer tensor 0": ({"normalizer": torch.tensor(0)}, "normalizer", ()),
+    "entropy_normalizer 0": ({"entropy_normalizer": 0.0}, "entropy_normalizer", ()),
+    "entropy_normalizer tensor": ({"entropy_normalizer": torch.tensor(-3.0)}, "entropy_normalizer", ()),
+    "no reference": ({"ref_per_token_logps": None}, "ref_per_token_logps", ("beta",)),
+    "both": ({"rewards": torch.ones(B)}, "advantages", ("rewards",)),
+    "neither": ({"advantages": None}, "advantages", ("rewards",)),
+    "live id V": ({"completion_ids": torch.full((B, T), V)}, "completion_ids", ("5",)),
+    "live id huge": ({"completion_ids": torch.full((B, T), 2**40)}, "completion_ids", ()),
+    "unknown impl": ({"impl": "cuda"}, "impl", ("cuda", "torch")),
+}
+
+
+@pytest.mark.parametrize("case", VALUES)
+def test_loss_refuses_values(case: str) -> None:
+    change, argument, words = VALUES[case]
+    refused(gk.grpo_loss, good() | change, ValueError, "grpo_loss", argument, *words)
+
+
+@pytest.mark.parametrize("name", ["old_per_token_logps", "ref_per_token_logps"])
+@pytest.mark.parametrize("value", [NAN, math.inf, -math.inf])
+def test_loss_refuses_live_log_probs_that_are_not_finite(name: str, value: float) -> None:
+    call = good()
+    call[name][1, 2] = value
+    refused(gk.grpo_loss, call, ValueError, "grpo_loss", name, "finite")
+    call["completion_mask"][1, 2] = 0
+    assert torch.isfinite(gk.grpo_loss(**call).loss)
+
+
+REWARDS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "size does not divide": ({"group_size": 3}, ValueError, "group_size"),
+    "size 0": ({"group_size": 0}, ValueError, "group_size"),
+    "size negative": ({"group_size": -2}, ValueError, "group_size"),
+    "size a float": ({"group_size": 2.0}, TypeError, "group_size"),
+    "ids short": ({"group_ids": torch.zeros(B - 1, dtype=LONG)}, ValueError, "group_ids"),
+    "ids two axes": ({"group_ids": torch.zeros(B, 1, dtype=LONG)}, ValueError, "group_ids"),
+    "ids floats": ({"group_ids": torch.zeros(B)}, TypeError, "group_ids"),
+    "ids a list": ({"group_ids": [0, 0, 1, 1]}, TypeError, "group_ids"),
+    "size and ids": ({"group_size": 2, "group_ids": torch.zeros(B, dtype=LONG)}, ValueError, "group_size"),
+    "rewards a list": ({"rewards": [1.0] * B}, TypeError, "rewards"),
+    "rewards two axes": ({"rewards": torch.ones(B // G, G)}, ValueError, "rewards"),
+    "rewards 0-d": ({"rewards": torch.ones(())}, ValueError, "rewards"),
+    "rewards complex": ({"rewards": torch.ones(B, dtype=torch.complex64)}, TypeError, "rewards"),
+}
+
+
+@pytest.mark.parametrize("case", REWARDS)
+@pytest.mark.parametrize("function", ["grpo_loss", "group_advantages"])
+def test_rewards_and_groups_are_checked_in_both_functions(case: str, function: str) -> None:
+    change, error, argument = REWARDS[case]
+    rewards = {"rewards": torch.tensor([1.0, 0.0, 0.5, 2.0])} | change
+    if function == "grpo_loss":
+        speaker = "(grpo_loss|group_advantages)"  # the loss runs the normalisation as a step of its own
+        refused(gk.grpo_loss, good() | {"advantages": None} | rewards, error, speaker, argument)
+    else:
+        refused(gk.group_advantages, rewards, error, function, argument)
+
+
+def test_the_size_that_does_not_divide_says_so() -> None:
+    text = refused(gk.group_advantages, {"rewards": torch.ones(4), "group_size": 3}, ValueError, "group_advantages", "group_size")
+    assert "4" in text and "3" in text
+
+
+def test_rewards_of_another_batch() -> None:
+    call = good() | {"advantages": None, "rewards": torch.ones(B + 1)}
+    refused(gk.grpo_loss, call, ValueError, "grpo_loss", "rewards", "5")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "argument", "word"),
+    [({"baseline": "median"}, ValueError, "baseline", "leave_one_out"), ({"scale": "groups"}, ValueError, "scale", "group"),
+     ({"eps": -1e-4}, ValueError, "eps", ""), ({"eps": NAN}, ValueError, "eps", ""), ({"ddof": -1}, ValueError, "ddof", ""),
+     ({"baseline": None}, ValueError, "baseline", "none")],
+)  # fmt: skip
+def test_group_advantages_refuses_options(change: dict[str, Any], error: type[Exception], argument: str, word: str) -> None:
+    refused(gk.group_advantages, {"rewards": torch.ones(4)} | change, error, "group_advantages", argument, word)
+
+
+# devices
+
+
+@pytest.mark.parametrize(
+    "name", ["completion_ids", "advantages", "completion_mask", "old_per_token_logps", "ref_per_token_logps"]
+)
+def test_tensors_on_two_devices_are_refused(name: str) -> None:
+    """The meta device stands for any other."""
+    call = good()
+    call[name] = call[name].to("meta")
+    refused(gk.grpo_loss, call, ValueError, "grpo_loss", name, "meta", "cpu")
+
+
+def test_log_probs_on_two_devices_are_refused() -> None:
+    call = {"logits": torch.zeros(B, T, V), "targets": torch.zeros(B, T, dtype=LONG)}
+    for name, value in (("targets", call["targets"]), ("mask", torch.ones(B, T)), ("temperature", torch.ones(B, 1))):
+        refused(gk.per_token_logps, call | {name: value.to("meta")}, ValueError, "per_token_logps", name, "meta", "cpu")
+    device = refused(
+        gk.grpo_loss, packed() | {"cu_seqlens": torch.zeros(5, dtype=LONG, device="meta")}, ValueError, "grpo_loss", "cu_seqlens"
+    )
+    assert "meta" in device
+
+
+# per_token_logps
+
+
+LOGPS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "unshifted": ({"logits": torch.zeros(B, T + 1, V)}, ValueError, "(logits|targets)"),
+    "targets short": ({"targets": torch.zeros(B, T - 1, dtype=LONG)}, ValueError, "(logits|targets)"),
+    "logits flat": ({"logits": torch.zeros(V)}, ValueError, "logits"),
+    "targets flat": ({"targets": torch.zeros(B * T, dtype=LONG)}, ValueError, "(logits|targets)"),
+    "empty vocabulary": ({"logits": torch.zeros(B, T, 0)}, ValueError, "logits"),
+    "mask": ({"mask": torch.ones(B, T + 1)}, ValueError, "mask"),
+    "mask kind": ({"mask": torch.ones(B, T, dtype=torch.complex64)}, TypeError, "mask"),
+    "targets kind": ({"targets": torch.zeros(B, T)}, TypeError, "targets"),
+    "targets int8": ({"targets": torch.zeros(B, T, dtype=torch.int8)}, TypeError, "targets"),
+    "logits kind": ({"logits": torch.zeros(B, T, V, dtype=torch.int32)}, TypeError, "logits"),
+    "logits bool": ({"logits": torch.zeros(B, T, V, dtype=torch.bool)}, TypeError, "logits"),
+    "temperature [B]": ({"temperature": torch.ones(B)}, ValueError, "temperature"),
+    "temperature [T]": ({"temperature": torch.ones(T)}, ValueError, "temperature"),
+    "temperature 0": ({"temperature": 0.0}, ValueError, "temperature"),
+    "temperature kind": ({"temperature": None}, TypeError, "temperature"),
+    "temperature complex": ({"temperature": torch.ones(B, 1, dtype=torch.complex64)}, TypeError, "temperature"),
+    "softcap 0": ({"softcap": 0.0}, ValueError, "softcap"),
+    "softcap negative": ({"softcap": -5.0}, ValueError, "softcap"),
+    "softcap NaN": ({"softcap": NAN}, ValueError, "softcap"),
+    "scale NaN": ({"logit_scale": NAN}, ValueError, "logit_scale"),
+    "scale inf": ({"logit_scale": math.inf}, ValueError, "logit_scale"),
+    "live id": ({"targets": torch.full((B, T), V)}, ValueError, "targets"),
+    "unknown impl": ({"impl": "gpu"}, ValueError, "impl"),
+}
+
+
+@pytest.mark.parametrize("case", LOGPS)
+def test_log_probs_refuse(case: str) -> None:
+    change, error, argument = LOGPS[case]
+    call = {"logits": torch.zeros(B, T, V), "targets": torch.zeros(B, T, dtype=LONG)} | change
+    refused(gk.per_token_logps, call, error, "per_token_logps", argument)
+
+
+def test_a_flat_temperature_with_flat_targets_is_per_token() -> None:
+    """`[N]` is token-shaped there, so it is not ambiguous."""
+    logits, targets = torch.zeros(3, V), torch.zeros(3, dtype=LONG)
+    assert gk.per_token_logps(logits, targets, temperature=torch.ones(3)).logps.shape == (3,)
+
+
+def test_a_live_id_beyond_the_vocabulary_may_be_masked() -> None:
+    targets = torch.tensor([[0, V, -100]])
+    out = gk.per_token_logps(torch.zeros(1, 3, V), targets, mask=torch.tensor([[1, 0, 1]]))
+    assert out.logps[0, 1:].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("impl", ["triton", "cpp"])
+@pytest.mark.parametrize("function", ["grpo_loss", "per_token_logps"])
+def test_an_absent_implementation_says_why(impl: str, function: str) -> None:
+    call = good() if function == "grpo_loss" else {"logits": torch.zeros(B, T, V), "targets": torch.zeros(B, T, dtype=LONG)}
+    with pytest.raises(RuntimeError, match=impl):
+        getattr(gk, function)(**call, impl=impl)
+    assert torch.isfinite(gk.grpo_loss(**good(), impl="auto").loss)
+
+
+def test_inplace_refusals_have_the_text() -> None:
+    call = good()
+    leaf = call["logits"].requires_grad_()
+    refused(gk.grpo_loss, call | {"inplace": True}, ValueError, "grpo_loss", "(logits|inplace)", "inplace", "leaf")
+    view = (leaf * 1.0)[:, :]
+    refused(gk.grpo_loss, call | {"logits": view, "inplace": True}, ValueError, "grpo_loss", "(logits|inplace)", "inplace", "view")
+
+
+# the configuration
+
+
+CONFIGS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
+    "close loss type": ({"loss_type": "gropo"}, "loss_type", ("'grpo'", "gropo")),
+    "close loss type, dr": ({"loss_type": "drgrpo"}, "loss_type", ("'dr_grpo'",)),
+    "upper case": ({"loss_type": "DAPO"}, "loss_type", ("'dapo'",)),
+    "unlike any": ({"loss_type": "zzzz"}, "loss_type", ("dapo",)),
+    "epsilon 1": ({"epsilon": 1.0}, "epsilon", ("[0, 1)", "epsilon_high=0.28", "1.28")),
+    "epsilon negative": ({"epsilon": -0.2}, "epsilon", ("[0, 1)", "epsilon_high=0.28", "1.28")),
+    "epsilon NaN": ({"epsilon": NAN}, "epsilon", ()),
+    "epsilon_high negative": ({"epsilon_high": -0.28}, "epsilon_high", ("epsilon_high=0.28", "1.28")),
+    "epsilon_high NaN": ({"epsilon_high": NAN}, "epsilon_high", ()),
+    "delta 0": ({"delta": 0.0}, "delta", ("> 0",)),
+    "delta negative": ({"delta": -1.0}, "delta", ("> 0",)),
+    "delta NaN": ({"delta": NAN}, "delta", ()),
+    "delta with cispo": ({"delta": 2.0, "loss_type": "cispo", "epsilon_high": 5.0}, "delta", ("cispo",)),
+    "dual_clip 1": ({"dual_clip": 1.0}, "dual_clip", ("> 1",)),
+    "dual_clip NaN": ({"dual_clip": NAN}, "dual_clip", ()),
+    "dual_clip with cispo": ({"dual_clip": 3.0, "loss_type": "cispo", "epsilon_high": 5.0}, "dual_clip", ("cispo",)),
+    "unknown level": ({"importance_sampling_level": "sentence"}, "importance_sampling_level", ("sequence",)),
+    "cispo by sequence": (
+        {"importance_sampling_level": "sequence", "loss_type": "cispo", "epsilon_high": 5.0}, "importance_sampling_level", ("cispo", "token")
+    ),
+    "unknown estimator": ({"kl_estimator": "k9"}, "kl_estimator", ("k3",)),
+    "temperature 0": ({"temperature": 0.0}, "temperature", ("> 0",)),
+    "temperature NaN": ({"temperature": NAN}, "temperature", ()),
+    "softcap 0": ({"softcap": 0.0}, "softcap", ("> 0",)),
+    "logit_scale NaN": ({"logit_scale": NAN}, "logit_scale", ()),
+    "beta NaN": ({"beta": NAN}, "beta", ()),
+    "entropy_coef NaN": ({"entropy_coef": NAN}, "entropy_coef", ()),
+    "entropy_coef inf": ({"entropy_coef": math.inf}, "entropy_coef", ()),
+    "maximum length 0": ({"max_completion_length": 0}, "max_completion_length", ()),
+    "dr_grpo without": ({"loss_type": "dr_grpo"}, "max_completion_length", ("dr_grpo",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_config_refuses_values(case: str) -> None:
+    change, argument, words = CONFIGS[case]
+    refused(gk.GRPOLossConfig, change, ValueError, "GRPOLossConfig", argument, *words)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"epsilon": "0.2"}, {"epsilon": None}, {"beta": None}, {"loss_type": None}, {"loss_type": 3}, {"entropy": "yes"},
+     {"temperature": torch.ones(2)}, {"max_completion_length": 8.5}, {"use_bias_correction_kl": None}],
+    ids=str,
+)  # fmt: skip
+def test_config_refuses_kinds(change: dict[str, Any]) -> None:
+    (name,) = change
+    refused(gk.GRPOLossConfig, change, TypeError, "GRPOLossConfig", name)
+
+
+def test_config_is_frozen_and_by_keyword() -> None:
+    config = gk.GRPOLossConfig()
+    with pytest.raises(AttributeError):
+        config.beta = 0.1
+    with pytest.raises(TypeError):
+        gk.GRPOLossConfig("grpo")
+    with pytest.raises(TypeError, match="epsilon_low"):
+        gk.GRPOLossConfig(epsilon_low=0.2)
+
+
+def test_config_defaults_are_the_contract() -> None:
+    config = gk.GRPOLossConfig()
+    expected = {
+        "loss_type": "dapo", "epsilon": 0.2, "epsilon_high": None, "delta": None, "dual_clip": None, "beta": 0.0,
+        "importance_sampling_level": "token", "kl_estimator": "k3", "use_bias_correction_kl": False, "temperature": 1.0,
+        "softcap": None, "logit_scale": 1.0, "entropy": False, "entropy_coef": 0.0, "max_completion_length": None,
+    }  # fmt: skip
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+# what is not built yet is refused by name
+
+
+UNBUILT_FIELDS: dict[str, Any] = {
+    "aggregation": "token_mean", "log_ratio_clamp": 20.0, "kl_clamp": (20.0, 10.0), "kl_weighted_by_rollout": True,
+    "top_entropy_quantile": 0.8, "off_policy_mask_threshold": 0.5, "rollout_correction": "token_truncate", "rollout_clip_max": 2.0,
+    "rollout_clip_min": 0.5, "rollout_sequence_mean": "geometric", "rollout_veto": 1e-4, "cispo_bounds": "relative",
+    "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 2.0, "vespo_k_pos": 1.0, "vespo_lambda_pos": 1.0, "vespo_k_neg": 1.0,
+    "vespo_lambda_neg": 1.0, "dro_beta": 0.1, "cov_ratio": 1e-3, "cov_bounds": (0.0, 1.0), "cov_coef": 1.0,
+}  # fmt: skip
+UNBUILT_FIELD_DEFAULTS: dict[str, Any] = {
+    "aggregation": None, "log_ratio_clamp": None, "kl_clamp": (None, None), "kl_weighted_by_rollout": False,
+    "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None, "rollout_correction": "none", "rollout_clip_max": 3.0,
+    "rollout_clip_min": None, "rollout_sequence_mean": "product", "rollout_veto": None, "cispo_bounds": "absolute",
+    "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05, "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0,
+    "vespo_lambda_neg": 2.0, "dro_beta": None, "cov_ratio": 2e-4, "cov_bounds": (1, 5), "cov_coef": 0.1,
+}  # fmt: skip
+UNBUILT_VALUES = [
+    *[("loss_type", x) for x in ("luspo", "sapo", "vespo", "gmpo", "gpg", "dppo_tv", "dppo_kl", "dro", "clip_cov", "kl_cov")],
+    ("importance_sampling_level", "sequence_token"),
+    *[("kl_estimator", x) for x in ("abs", "k1+", "abs+", "k2+", "k3+")],
+]
+
+
+@pytest.mark.parametrize("name", UNBUILT_FIELDS)
+def test_an_unbuilt_field_is_refused_by_name_when_set(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=name):
+        gk.grpo_loss(**good() | {"config": gk.GRPOLossConfig(**{name: UNBUILT_FIELDS[name]})})
+
+
+@pytest.mark.parametrize("name", UNBUILT_FIELD_DEFAULTS)
+def test_an_unbuilt_field_at_its_default_is_accepted(name: str) -> None:
+    config = gk.GRPOLossConfig(beta=0.1, **{name: UNBUILT_FIELD_DEFAULTS[name]})
+    assert torch.isfinite(gk.grpo_loss(**good() | {"config": config}).loss)
+    assert getattr(gk.GRPOLossConfig(), name) == UNBUILT_FIELD_DEFAULTS[name]
+
+
+@pytest.mark.parametrize(("name", "value"), UNBUILT_VALUES)
+def test_an_unbuilt_value_is_refused_by_name(name: str, value: str) -> None:
+    with pytest.raises(NotImplementedError, match=rf"{name}.*{value.replace('+', '.')}"):
+        gk.grpo_loss(**good() | {"config": gk.GRPOLossConfig(**{name: value})})
+
+
+def test_unbuilt_arguments_are_refused_by_name() -> None:
+    call = good()
+    with pytest.raises(NotImplementedError, match="rollout_per_token_logps"):
+        gk.grpo_loss(**call, rollout_per_token_logps=torch.zeros(B, T))
+    kept = (torch.zeros(B * T, dtype=LONG), torch.arange(B * T + 1))
+    with pytest.raises(NotImplementedError, match="sampling_mask"):
+        gk.grpo_loss(**call, sampling_mask=kept)
+    with pytest.raises(NotImplementedError, match="sampling_mask"):
+        gk.per_token_logps(call["logits"], call["completion_ids"], sampling_mask=kept)
+    for extra in (1, 4):
+        with pytest.raises(NotImplementedError, match="targets"):
+            gk.per_token_logps(call["logits"], torch.zeros(B, T, extra, dtype=LONG))
+
+
+def test_the_linear_forms_are_refused_by_name() -> None:
+    hidden, weight, ids = torch.zeros(B, T, 2), torch.zeros(V, 2), torch.zeros(B, T, dtype=LONG)
+    with pytest.raises(NotImplementedError, match="linear_per_token_logps"):
+        gk.linear_per_token_logps(hidden, weight, ids)
+    with pytest.raises(NotImplementedError, match="linear_grpo_loss"):
+        gk.linear_grpo_loss(hidden, weight, ids, advantages=torch.ones(B))
+    with pytest.raises(NotImplementedError, match="LinearGRPOLoss"):
+        gk.LinearGRPOLoss(gk.GRPOLossConfig())(hidden, weight, ids, advantages=torch.ones(B))
+    with pytest.raises(NotImplementedError, match="LinearGRPOLossFunction"):
+        gk.LinearGRPOLossFunction.apply(hidden, weight, None, ids, torch.ones(B), None, None, None, gk.GRPOLossConfig())
+
+
+# modules and the rollout check
+
+
+def test_the_module_refuses_what_is_no_config() -> None:
+    for value in ({"loss_type": "grpo"}, "grpo"):
+        with pytest.raises(TypeError, match="config"):
+            gk.GRPOLoss(value)(**{k: v for k, v in good().items() if k != "config"})
+    call = good()
+    config = call.pop("config")
+    call["completion_mask"] = torch.ones(B, T + 1)
+    with pytest.raises(ValueError, match="completion_mask"):
+        gk.GRPOLoss(config)(**call)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "argument"),
+    [({"recomputed": torch.zeros(2, 4)}, ValueError, "(engine|recomputed)"), ({"mask": torch.ones(2, 4)}, ValueError, "mask"),
+     ({"engine": [[0.0]]}, TypeError, "engine"), ({"recomputed": 1.0}, TypeError, "recomputed"),
+     ({"engine": torch.zeros(2, 3, dtype=LONG)}, TypeError, "engine")],
+)  # fmt: skip
+def test_the_rollout_check_refuses(change: dict[str, Any], error: type[Exception], argument: str) -> None:
+    call = {"engine": torch.zeros(2, 3), "recomputed": torch.zeros(2, 3), "mask": None} | change
+    refused(gk.check_rollout_logps, call, error, "check_rollout_logps", argument)

@@ -1,0 +1,571 @@
+"""Masking faults seen in public GRPO losses (cases 15 to 21), each with its kind: dead tokens are never read and count nowhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from oracle import Batch, Options
+from support import (
+    DTYPES,
+    LAYOUTS,
+    LOSS_TYPES,
+    OBJECTIVES,
+    Ran,
+    assert_same_run,
+    config_of,
+    make_batch,
+    normal_rows,
+    pack,
+    poisoned,
+    run,
+    same_bits,
+    tensor,
+    uniform,
+)
+from tolerance import as_array
+
+import grpo_kernels as gk
+
+INF, NAN = math.inf, math.nan
+SIDE_POISON = [NAN, INF, -INF, -1e10, 200.0]
+FULL = Options(
+    beta=0.1, epsilon_high=1.1, max_completion_length=9, entropy=True, entropy_coef=0.2, use_bias_correction_kl=True,
+    temperature=0.8,
+)  # fmt: skip
+LENGTHS = (5, 2, 7, 4)
+
+
+def options(loss_type: str, level: str = "token", **changes: Any) -> Options:
+    return dataclasses.replace(FULL, loss_type=loss_type, importance_sampling_level=level, **changes)
+
+
+def dead_slots(batch: Batch) -> Any:
+    assert batch.mask is not None
+    return ~np.asarray(batch.mask, dtype=bool)
+
+
+def spoil(batch: Batch, name: str, value: float) -> Batch:
+    """`value` at every dead slot of one token tensor, in every column of its row."""
+    array = np.array(getattr(batch, name), copy=True)
+    array[dead_slots(batch)] = value
+    return batch.but(**{name: array})
+
+
+# Case 15: poison where nothing counts
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("loss_type", "level"), OBJECTIVES)
+def test_poison_in_dead_slots_changes_no_bit(loss_type: str, level: str, layout: str) -> None:
+    opt = options(loss_type, level)
+    batch = make_batch(seed=3, lengths=LENGTHS, vocab=5, token_advantages=True, weight="token")
+    rng = np.random.default_rng(0)
+    batch = batch.but(temperature=rng.uniform(0.5, 1.5, batch.ids.shape).astype(np.float32).astype(np.float64))
+    if layout == "packed":
+        batch = repacked(batch)
+    clean = run(batch, opt)
+    assert torch.isfinite(clean.loss) and abs(clean.loss.item()) > 0.01
+    assert (clean.grad[torch.as_tensor(dead_slots(batch))] == 0).all()
+    for name in ("old", "ref", "weight", "advantages", "logits"):
+        for value in SIDE_POISON:
+            assert_same_run(run(spoil(batch, name, value), opt), clean, f"{name} = {value}")
+    for value in (NAN, INF, 0.0, -1.0):
+        assert_same_run(run(spoil(batch, "temperature", value), opt), clean, f"temperature = {value}")
+    for dead_id in (-100, -1, 5, 10**6, -(2**31), 2**62):
+        assert_same_run(run(spoil(batch, "ids", dead_id), opt), clean, f"ids = {dead_id}")
+    everything = batch
+    for name in ("old", "ref", "weight", "advantages", "logits"):
+        everything = spoil(everything, name, NAN)
+    assert_same_run(run(spoil(everything, "ids", -100), opt), clean, "everything NaN")
+
+
+def repacked(batch: Batch) -> Batch:
+    """Packed, with the per-token temperature packed along and the tail's slots masked too, so that they can be spoilt."""
+    keep = np.arange(batch.ids.shape[1])[None] < np.asarray(LENGTHS)[:, None]
+    packed = pack(batch, LENGTHS)
+    mask = np.array(packed.mask, copy=True)
+    mask[-2:] = False
+    tau = np.concatenate([np.asarray(batch.temperature)[keep], np.full(2, 1.0)])
+    return packed.but(mask=mask, temperature=tau)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_poison_in_dead_logits_changes_no_bit_in_any_dtype(dtype: torch.dtype) -> None:
+    batch = make_batch(seed=4, dtype=dtype, vocab=70)
+    opt = options("grpo")
+    clean = run(batch, opt, dtype)
+    for value in (NAN, INF, -INF, torch.finfo(dtype).min):
+        assert_same_run(run(spoil(batch, "logits", value), opt, dtype), clean, f"logits = {value}")
+
+
+@pytest.mark.parametrize("slot", [(0, 1), (1, 2)])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_the_reported_batch_one_slot_at_a_time(loss_type: str, slot: tuple[int, int]) -> None:
+    """B = 2, T = 3, V = 4 zeros, mask [[1,0,1],[1,1,0]], adv [+1,-1]."""
+    rng = np.random.default_rng(1)
+    p = -math.log(4)
+    batch = Batch(
+        np.zeros((2, 3, 4)), np.array([[0, 1, 2], [3, 0, 1]]), np.array([1.0, -1.0]), np.array([[1, 0, 1], [1, 1, 0]]),
+        old=p + rng.normal(0, 0.2, (2, 3)), ref=p + rng.normal(0, 0.5, (2, 3)), weight=rng.uniform(0.5, 1.5, (2, 3)),
+    )  # fmt: skip
+    opt = options(loss_type)
+    clean = run(batch, opt)
+    for name in ("old", "ref", "weight", "logits"):
+        for value in SIDE_POISON:
+            array = np.array(getattr(batch, name), copy=True)
+            array[slot] = value
+            spoilt = run(batch.but(**{name: array}), opt)
+            assert_same_run(spoilt, clean, f"{name}{slot} = {value}")
+            assert (spoilt.grad[slot] == 0).all()
+
+
+@pytest.mark.parametrize(("loss_type", "level"), OBJECTIVES)
+@pytest.mark.parametrize("name", ["advantages", "weight"])
+def test_poison_in_the_sequence_value_of_a_dead_sequence_changes_no_bit(loss_type: str, level: str, name: str) -> None:
+    batch = make_batch(seed=5, vocab=5, weight="[B]")
+    assert batch.mask is not None
+    mask = np.array(batch.mask, copy=True)
+    mask[1] = False
+    batch = batch.but(mask=mask)
+    opt = options(loss_type, level)
+    clean = run(batch, opt)
+    for shape in ((4,), (4, 1)):
+        for value in (NAN, INF, -1e10):
+            array = np.array(getattr(batch, name), copy=True)
+            array[1] = value
+            assert_same_run(run(batch.but(**{name: array.reshape(shape)}), opt), clean, f"{name} {shape} = {value}")
+
+
+@pytest.mark.parametrize("how", ["per_token_logps", "packed"])
+def test_poison_in_dead_rows_of_the_log_prob_function(how: str) -> None:
+    logits, ids = normal_rows(6, 41), torch.arange(6)
+    mask = torch.tensor([1, 0, 1, 1, 0, 1])
+    if how == "per_token_logps":
+        logits, ids, mask = logits.reshape(2, 3, 41), ids.reshape(2, 3), mask.reshape(2, 3)
+    spoilt = logits.clone()
+    spoilt[mask == 0] = NAN
+    spoilt_ids = torch.where(mask == 0, 10**9, ids)
+    results = []
+    for x, i in ((logits, ids), (spoilt, spoilt_ids)):
+        leaf = x.clone().requires_grad_()
+        with poisoned():
+            out = gk.per_token_logps(leaf, i, mask=mask, entropy=True)
+            (out.logps.sum() + out.entropy.sum()).backward()
+        results.append((out.logps, out.entropy, leaf.grad))
+    assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
+    logps, entropy, grad = results[1]
+    assert (logps[mask == 0] == 0).all() and (entropy[mask == 0] == 0).all()
+    assert grad is not None and (grad[mask == 0] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["logits", "old", "ref", "weight", "advantages"])
+@pytest.mark.parametrize(("loss_type", "level"), OBJECTIVES)
+def test_nan_in_a_live_slot_surfaces(loss_type: str, level: str, name: str) -> None:
+    """As a refusal or as a loss that is NaN, never as a number."""
+    batch = make_batch(seed=6, vocab=5, token_advantages=True, weight="token")
+    assert batch.mask is not None and batch.mask[2, 0]
+    array = np.array(getattr(batch, name), copy=True)
+    array[2, 0] = NAN
+    try:
+        got = run(batch.but(**{name: array}), options(loss_type, level))
+    except ValueError as error:
+        assert {"old": "old_per_token_logps", "ref": "ref_per_token_logps"}[name] in str(error)  # noqa: PT017
+    else:
+        assert got.loss.isnan()
+
+
+# Case 15: dead by id
+
+
+@pytest.mark.parametrize(("loss_type", "level"), OBJECTIVES)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_negative_ids_are_dead_without_a_mask(loss_type: str, level: str, dtype: torch.dtype) -> None:
+    batch = make_batch(seed=7, vocab=5)
+    assert batch.mask is not None
+    opt = options(loss_type, level)
+    by_mask = run(batch, opt)
+    by_id = run(batch.but(ids=np.where(batch.mask, batch.ids, -100).astype(str(dtype)[6:]), mask=None), opt)
+    assert_same_run(by_id, by_mask, "ids -100")
+
+
+# masks and ids of every kind
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
+)  # fmt: skip
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_kind_of_mask_means_the_same(dtype: torch.dtype, layout: str) -> None:
+    batch = make_batch(seed=8, layout=layout)
+    opt = options("grpo")
+    clean = run(batch, opt)
+    assert_same_run(run(batch, opt, completion_mask=tensor(batch.mask).to(dtype)), clean, str(dtype))
+    if batch.cu_seqlens is not None:
+        for kind in (torch.int32, torch.int64):
+            assert_same_run(run(batch, opt, cu_seqlens=tensor(batch.cu_seqlens, kind)), clean, str(kind))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_side_inputs_of_another_precision_are_cast(dtype: torch.dtype) -> None:
+    """To the result's, whatever comes: exact when widened, rounded once when narrowed."""
+    batch = make_batch(seed=17, weight="token")
+    opt = options("grpo")
+    names = {
+        "advantages": "advantages", "old": "old_per_token_logps", "ref": "ref_per_token_logps", "weight": "importance_sampling_ratio",
+    }  # fmt: skip
+    other = {argument: tensor(getattr(batch, name)).to(dtype) for name, argument in names.items()}
+    expected = run(batch, opt, **{k: v.float() for k, v in other.items()})
+    assert_same_run(run(batch, opt, **other), expected, str(dtype))
+
+
+def test_ids_of_either_width_are_the_same() -> None:
+    batch = make_batch(seed=18)
+    opt = options("dapo")
+    assert_same_run(run(batch.but(ids=batch.ids.astype(np.int32)), opt), run(batch, opt), "int32")
+
+
+def test_ids_and_mask_may_have_their_own_strides() -> None:
+    """An int mask's stride used for the ids is a known fault: give each tensor another one."""
+    batch = make_batch(seed=9)
+    opt = options("dapo")
+    clean = run(batch, opt)
+    b, t = batch.ids.shape
+
+    def spread(x: torch.Tensor, fill: Any, step: int) -> torch.Tensor:
+        wide = torch.full((b, t * step + 3), fill, dtype=x.dtype)
+        wide[:, : t * step : step] = x
+        return wide[:, : t * step : step]
+
+    side = {
+        "completion_mask": spread(tensor(batch.mask).long(), 1, 2),
+        "old_per_token_logps": spread(tensor(batch.old, torch.float32), NAN, 3),
+        "ref_per_token_logps": tensor(batch.ref, torch.float32).T.contiguous().T,
+        "advantages": spread(tensor(batch.advantages, torch.float32)[:, None].expand(b, t), NAN, 2)[:, 0],
+    }
+    logits = tensor(batch.logits, torch.float32).requires_grad_()
+    ids = spread(tensor(batch.ids), -100, 4)
+    assert not any(x.is_contiguous() for x in (ids, *side.values()))
+    out = gk.grpo_loss(logits, ids, config=config_of(opt), return_per_token=True, **side)
+    out.loss.backward()
+    assert logits.grad is not None
+    assert_same_run(Ran(out.loss.detach(), logits.grad, out.metrics, out.per_token), clean, "strided side inputs")
+
+
+@pytest.mark.parametrize("view", ["next token", "vocabulary", "every other row", "batch transposed", "vocabulary first"])
+def test_logits_may_be_a_view(view: str) -> None:
+    batch = make_batch(seed=10)
+    opt = options("grpo")
+    clean = run(batch, opt)
+    b, t, v = batch.logits.shape
+    values = tensor(batch.logits, torch.float32)
+    base, cut = {
+        "next token": (torch.full((b, t + 1, v), NAN), lambda x: x[:, :-1]),
+        "vocabulary": (torch.full((b, t, v + 5), NAN), lambda x: x[..., :v]),
+        "every other row": (torch.full((b, 2 * t, v), NAN), lambda x: x[:, ::2]),
+        "batch transposed": (torch.full((t, b, v), NAN), lambda x: x.transpose(0, 1)),
+        "vocabulary first": (torch.full((b, v, t), NAN), lambda x: x.transpose(1, 2)),
+    }[view]
+    cut(base).copy_(values)
+    base.requires_grad_()
+    arguments = {
+        "advantages": tensor(batch.advantages, torch.float32), "completion_mask": tensor(batch.mask),
+        "old_per_token_logps": tensor(batch.old, torch.float32), "ref_per_token_logps": tensor(batch.ref, torch.float32),
+    }  # fmt: skip
+    with poisoned():
+        out = gk.grpo_loss(cut(base), tensor(batch.ids), config=config_of(opt), **arguments)
+        out.loss.backward()
+    assert base.grad is not None
+    assert same_bits(out.loss, clean.loss)
+    assert same_bits(cut(base.grad), clean.grad)
+    outside = torch.ones_like(base, dtype=torch.bool)
+    cut(outside).fill_(False)
+    assert (base.grad[outside] == 0).all()
+
+
+# Case 16: nothing left
+
+
+@pytest.mark.parametrize(("loss_type", "level"), OBJECTIVES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dead_by", ["mask", "ids"])
+def test_no_live_token_gives_zero(loss_type: str, level: str, layout: str, dead_by: str) -> None:
+    batch = make_batch(seed=11, layout=layout, weight="token")
+    nothing = np.zeros_like(np.asarray(batch.mask))
+    batch = batch.but(mask=nothing) if dead_by == "mask" else batch.but(ids=np.full_like(batch.ids, -100), mask=None)
+    got = run(batch, options(loss_type, level))
+    assert got.loss.item() == 0.0
+    assert (got.grad == 0).all()
+    for name, value in got.metrics.items():
+        assert torch.isfinite(value), name
+    assert got.metrics["kl"].item() == 0 and got.metrics["entropy"].item() == 0
+    assert all(value.item() == 0 for name, value in got.metrics.items() if "clip" in name or name == "num_tokens")
+
+
+@pytest.mark.parametrize(("loss_type", "level"), OBJECTIVES)
+@pytest.mark.parametrize("shape", ["B = 0", "T = 0", "N = 0", "no sequence", "empty sequences"])
+def test_empty_inputs_give_zero(loss_type: str, level: str, shape: str) -> None:
+    b, t, cu = {
+        "B = 0": (0, 3, None), "T = 0": (2, 0, None), "N = 0": (2, 0, [0, 0, 0]), "no sequence": (0, 4, [0]),
+        "empty sequences": (3, 4, [0, 0, 0, 0]),
+    }[shape]  # fmt: skip
+    leading = (b, t) if cu is None else (t,)
+    logits = torch.zeros(*leading, 4, requires_grad=True)
+    ids = torch.zeros(leading, dtype=torch.long)
+    side = torch.zeros(leading)
+    with poisoned():
+        out = gk.grpo_loss(
+            logits, ids, config=config_of(options(loss_type, level)), advantages=torch.ones(b), old_per_token_logps=side,
+            ref_per_token_logps=side, cu_seqlens=None if cu is None else torch.tensor(cu),
+        )  # fmt: skip
+        out.loss.backward()
+    assert out.loss.item() == 0.0
+    assert logits.grad is not None and logits.grad.shape == logits.shape and (logits.grad == 0).all()
+    assert all(torch.isfinite(value) for value in out.metrics.values())
+
+
+@pytest.mark.parametrize("leading", [(0, 3), (2, 0), (0,)])
+def test_empty_log_probs(leading: tuple[int, ...]) -> None:
+    logits = torch.zeros(*leading, 4, requires_grad=True)
+    out = gk.per_token_logps(logits, torch.zeros(leading, dtype=torch.long), entropy=True)
+    assert out.logps.shape == out.entropy.shape == out.lse.shape == leading
+    (out.logps.sum() + out.entropy.sum()).backward()
+    assert logits.grad is not None and logits.grad.shape == logits.shape
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize(
+    ("loss_type", "normalizer", "expected"),
+    [("grpo", None, 0.5), ("bnpo", None, 1.0), ("dr_grpo", None, 0.25), ("dapo", 4, 1.0), ("dapo", None, 1.0),
+     ("cispo", None, -math.log(4))],
+)  # fmt: skip
+def test_a_fully_masked_row_counts_as_a_row(loss_type: str, normalizer: int | None, expected: float, layout: str) -> None:
+    """Lengths (0, 4), adv (+1, -1)."""
+    shape, mask, cu = ((2, 4), torch.tensor([[0] * 4, [1] * 4]), None)
+    if layout == "packed":
+        shape, mask, cu = ((4,), torch.ones(4), torch.tensor([0, 0, 4]))
+    logits = uniform(*shape).requires_grad_()
+    config = gk.GRPOLossConfig(loss_type=loss_type, max_completion_length=8, epsilon_high=2.0)
+    out = gk.grpo_loss(
+        logits, torch.zeros(shape, dtype=torch.long), config=config, advantages=torch.tensor([1.0, -1.0]),
+        completion_mask=mask, cu_seqlens=cu, normalizer=normalizer,
+    )  # fmt: skip
+    out.loss.backward()
+    assert out.loss.item() == pytest.approx(expected, rel=1e-6)
+    assert logits.grad is not None
+    assert (logits.grad[..., :1] != 0).sum() == 4
+
+
+# Case 17: holes
+
+
+@pytest.mark.parametrize(("loss_type", "level"), OBJECTIVES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_holes_equal_the_batch_with_those_tokens_removed(loss_type: str, level: str, layout: str) -> None:
+    opt = options(loss_type, level)
+    full = make_batch(seed=12, lengths=(6, 6, 6), vocab=9, holes=False, weight="token")
+    mask = np.array([[1, 1, 0, 0, 1, 1, 0], [0, 1, 1, 1, 1, 0, 0], [1, 0, 1, 0, 1, 1, 0]], dtype=bool)
+    kept = [np.flatnonzero(m) for m in mask]
+
+    def removed(x: Any) -> Any:
+        return np.stack([row[k] for row, k in zip(x, kept, strict=True)])
+
+    short = Batch(
+        removed(full.logits), removed(full.ids), full.advantages, None, removed(full.old), removed(full.ref), removed(full.weight)
+    )
+    holey = full.but(mask=mask)
+    if layout == "packed":
+        holey = pack(holey, (6, 6, 6))
+    a, b = run(holey, opt), run(short, opt)
+    assert a.loss.item() == pytest.approx(b.loss.item(), rel=1e-6)
+    live = torch.as_tensor(mask) if layout == "padded" else torch.as_tensor(np.append(mask[:, :6].ravel(), [False, False]))
+    torch.testing.assert_close(a.grad[live].reshape(b.grad.shape), b.grad, rtol=1e-6, atol=1e-9)
+    assert (a.grad[~live] == 0).all()
+    assert same_bits(a.per_token.logps[live].reshape(3, 4), b.per_token.logps)
+    for name, value in b.metrics.items():
+        assert a.metrics[name].item() == pytest.approx(value.item(), rel=1e-6, abs=1e-7), name
+
+
+def test_the_row_denominator_counts_live_tokens() -> None:
+    """Mask [1,1,0,0,1,1]: each live token of a grpo row weighs 1/4."""
+    logits = uniform(1, 6).requires_grad_()
+    config = gk.GRPOLossConfig(loss_type="grpo")
+    gk.grpo_loss(
+        logits, torch.zeros(1, 6, dtype=torch.long), config=config, advantages=torch.ones(1),
+        completion_mask=torch.tensor([[1, 1, 0, 0, 1, 1]]),
+    ).loss.backward()  # fmt: skip
+    assert logits.grad is not None
+    np.testing.assert_allclose(logits.grad[0, :, 0].numpy(), -0.75 / 4 * np.array([1, 1, 0, 0, 1, 1]), rtol=1e-6)
+
+
+# Case 18: two masks that disagree
+
+
+@pytest.mark.parametrize("shape", [(2, 7), (2, 5), (1, 6), (2, 1), (6,), (2, 6, 1), (6, 2)])
+def test_a_mask_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
+    logits, ids, mask = uniform(2, 6), torch.zeros(2, 6, dtype=torch.long), torch.ones(shape)
+    for call in (
+        lambda: gk.grpo_loss(logits, ids, advantages=torch.ones(2), completion_mask=mask),
+        lambda: gk.per_token_logps(logits, ids, mask=mask),
+    ):
+        with pytest.raises(ValueError, match="mask") as caught:
+            call()
+        numbers = [", ".join(str(n) for n in s) for s in ((2, 6), shape)]
+        assert all(n in str(caught.value) for n in numbers), caught.value
+
+
+# Case 19: a mask is never inferred
+
+
+@pytest.mark.parametrize("token", [0, 1, 3])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_no_id_is_special(loss_type: str, token: int) -> None:
+    """All ids equal, as with pad == eos: every token counts."""
+    config = gk.GRPOLossConfig(loss_type=loss_type, max_completion_length=3, epsilon_high=2.0)
+    results = []
+    for mask in (None, torch.ones(2, 3)):
+        logits = uniform(2, 3).requires_grad_()
+        ids = torch.full((2, 3), token)
+        out = gk.grpo_loss(logits, ids, config=config, advantages=torch.tensor([1.0, -0.5]), completion_mask=mask)
+        out.loss.backward()
+        assert out.metrics["num_tokens"].item() == 6
+        assert logits.grad is not None
+        assert (logits.grad[..., token] != 0).all()
+        results.append((out.loss, logits.grad))
+    assert same_bits(results[0][0], results[1][0]) and same_bits(results[0][1], results[1][1])
+    factor = math.log(4) if loss_type == "cispo" else -1.0
+    assert results[0][0].item() == pytest.approx(0.25 * factor, rel=1e-6)
+
+
+# Case 20: the sequence ratio
+
+
+def gspo(mask_value: float, epsilon: float, epsilon_high: float, weight: Any = None, loss_type: str = "grpo") -> Any:
+    """One sequence of log-ratios [ln 2, 0, `mask_value` (masked)], A = +1; returns the output and dL/dlogp."""
+    logits = uniform(1, 3, dtype=torch.float64).requires_grad_()
+    old = -math.log(4) - torch.tensor([[math.log(2), 0.0, mask_value]], dtype=torch.float64)
+    config = gk.GRPOLossConfig(
+        loss_type=loss_type, importance_sampling_level="sequence", epsilon=epsilon, epsilon_high=epsilon_high,
+        max_completion_length=2,
+    )  # fmt: skip
+    out = gk.grpo_loss(
+        logits, torch.zeros(1, 3, dtype=torch.long), config=config, advantages=torch.ones(1), old_per_token_logps=old,
+        completion_mask=torch.tensor([[1, 1, 0]]), importance_sampling_ratio=weight, return_per_token=True,
+    )  # fmt: skip
+    out.loss.backward()
+    assert logits.grad is not None
+    return out, logits.grad[0, :, 0] / 0.75, logits.grad
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
+def test_sequence_ratio_is_the_geometric_mean_of_live_tokens(loss_type: str) -> None:
+    out, slope, _ = gspo(9.0, 0.2, 0.28, loss_type=loss_type)
+    np.testing.assert_allclose(out.per_token.ratio[0, :2].numpy(), 2**0.5, rtol=1e-12)
+    np.testing.assert_allclose(out.per_token.loss[0].numpy(), [-1.28, -1.28, 0.0], rtol=1e-12)
+    assert slope.tolist() == [0.0, 0.0, 0.0]
+    out, slope, _ = gspo(9.0, 0.99, 1.0, loss_type=loss_type)
+    assert out.loss.item() == pytest.approx(-(2**0.5), rel=1e-12)
+    np.testing.assert_allclose(slope.numpy(), [-(2**-0.5), -(2**-0.5), 0.0], rtol=1e-12)
+
+
+def test_a_masked_log_ratio_moves_no_bit_at_sequence_level() -> None:
+    clean = gspo(9.0, 0.99, 1.0)
+    for value in (0.0, -700.0, 1e10, NAN, INF, -INF):
+        spoilt = gspo(value, 0.99, 1.0)
+        assert same_bits(spoilt[0].loss, clean[0].loss)
+        assert same_bits(spoilt[2], clean[2])
+
+
+def test_sequence_ratio_with_sampler_weights() -> None:
+    """Per-token weights w: loss -s mean(w); each token of the mean gets the same share of the gradient."""
+    out, slope, _ = gspo(9.0, 0.99, 1.0, torch.tensor([[0.5, 2.0, NAN]], dtype=torch.float64))
+    assert out.loss.item() == pytest.approx(-(2**0.5) * 1.25, rel=1e-12)
+    np.testing.assert_allclose(slope.numpy(), [-(2**-0.5) * 1.25, -(2**-0.5) * 1.25, 0.0], rtol=1e-12)
+    for shape in ((1,), (1, 1)):
+        out, slope, _ = gspo(9.0, 0.99, 1.0, torch.full(shape, 0.5, dtype=torch.float64))
+        assert out.loss.item() == pytest.approx(-(2**0.5) * 0.5, rel=1e-12)
+        np.testing.assert_allclose(slope.numpy(), [-(2**-0.5) * 0.5, -(2**-0.5) * 0.5, 0.0], rtol=1e-12)
+
+
+# Case 21: packing
+
+
+@pytest.mark.parametrize(("loss_type", "level"), OBJECTIVES)
+@pytest.mark.parametrize("weight", [None, "[B]", "[B, 1]", "token"])
+@pytest.mark.parametrize("token_advantages", [False, True])
+def test_packed_equals_padded(loss_type: str, level: str, weight: str | None, token_advantages: bool) -> None:
+    opt = options(loss_type, level)
+    lengths = (2, 4, 5)
+    batch = make_batch(seed=13, lengths=lengths, weight=weight, token_advantages=token_advantages)
+    padded, packed = run(batch, opt), run(pack(batch, lengths), opt)
+    keep = torch.arange(batch.ids.shape[1])[None] < torch.tensor(lengths)[:, None]
+    n = int(keep.sum())
+    assert packed.loss.item() == pytest.approx(padded.loss.item(), rel=1e-6)
+    assert (packed.grad[n:] == 0).all()
+    torch.testing.assert_close(packed.grad[:n], padded.grad[keep], rtol=1e-6, atol=1e-9)
+    assert same_bits(packed.per_token.logps[:n], padded.per_token.logps[keep])
+    assert same_bits(packed.per_token.entropy[:n], padded.per_token.entropy[keep])
+    assert packed.metrics.keys() == padded.metrics.keys()
+    for name, value in padded.metrics.items():
+        assert packed.metrics[name].item() == pytest.approx(value.item(), rel=1e-6, abs=1e-7), name
+
+
+@pytest.mark.parametrize(("loss_type", "level"), OBJECTIVES)
+def test_empty_sequences_in_a_pack_count_like_masked_rows(loss_type: str, level: str) -> None:
+    opt = options(loss_type, level)
+    packed = make_batch(seed=14, lengths=(2, 4), layout="packed", holes=False)
+    with_empty = packed.but(cu_seqlens=np.array([0, 0, 2, 2, 6, 6]), advantages=np.array([9.0, *packed.advantages[:1], NAN, *packed.advantages[1:], -9.0]))
+    got = run(with_empty, opt)
+    truth = oracle.grpo(with_empty, opt)
+    assert got.loss.item() == pytest.approx(float(truth.loss), rel=1e-5)
+    np.testing.assert_allclose(as_array(got.grad), truth.dlogits.astype(float), rtol=1e-5, atol=1e-7)
+    for name, value in truth.metrics.items():
+        assert got.metrics[name].item() == pytest.approx(value, rel=1e-5, abs=1e-6), name
+
+
+def test_a_boundary_token_belongs_to_its_own_sequence() -> None:
+    """Changing sequence 2's rows, ids and old changes no gradient of sequence 1 under a fixed denominator."""
+    packed = make_batch(seed=15, lengths=(3, 4), layout="packed", holes=False).but(normalizer=7.0)
+    other = make_batch(seed=99, lengths=(3, 4), layout="packed", holes=False)
+    mixed = packed.but(
+        logits=np.concatenate([packed.logits[:3], other.logits[3:]]), ids=np.concatenate([packed.ids[:3], other.ids[3:]]),
+        old=np.concatenate([np.asarray(packed.old)[:3], np.asarray(other.old)[3:]]),
+    )  # fmt: skip
+    for loss_type, level in OBJECTIVES:
+        opt = options(loss_type, level, entropy_coef=0.0)
+        a, b = run(packed, opt), run(mixed, opt)
+        assert same_bits(a.grad[:3], b.grad[:3]), (loss_type, level)
+        assert not same_bits(a.grad[3:7], b.grad[3:7])
+
+
+def test_as_many_tokens_as_sequences_is_not_ambiguous() -> None:
+    """S == N: `[N]` is one value per sequence, `[N, 1]` one per token."""
+    cu = np.array([0, 0, 2, 3])
+    batch = make_batch(seed=16, lengths=(3,), layout="packed", holes=False)
+    batch = batch.but(
+        logits=batch.logits[:3], ids=batch.ids[:3], mask=None, old=np.asarray(batch.old)[:3], ref=np.asarray(batch.ref)[:3], cu_seqlens=cu
+    )
+    values = np.array([5.0, -1.0, 0.25])
+    opt = options("dapo")
+    for name in ("advantages", "weight"):
+        base = batch.but(advantages=np.array([1.0, 1.0, -1.0]))
+        per_sequence, per_token = base.but(**{name: values}), base.but(**{name: values[:, None]})
+        results = []
+        for case in (per_sequence, per_token):
+            got, truth = run(case, opt), oracle.grpo(case, opt)
+            assert got.loss.item() == pytest.approx(float(truth.loss), rel=1e-5), name
+            np.testing.assert_allclose(as_array(got.grad), truth.dlogits.astype(float), rtol=1e-5, atol=1e-7)
+            results.append(got.loss.item())
+        assert abs(results[0] - results[1]) > 1e-3
+
+
+def test_one_flat_sequence_in_the_log_prob_function() -> None:
+    logits, ids = normal_rows(5, 17), torch.arange(5)
+    flat, batched = gk.per_token_logps(logits, ids), gk.per_token_logps(logits[None], ids[None])
+    assert flat.logps.shape == (5,)
+    assert same_bits(flat.logps, batched.logps[0])
