@@ -204,7 +204,7 @@ def _chunks(
     target = targets.reshape(-1, 1).to(torch.int64)
     if temperature.ndim > 0:
         temperature = temperature.expand(targets.shape).reshape(-1, 1)
-    on_cpu = logits.device.type == "cpu"
+    on_cpu = _reads_in_place(logits.device)
     height = max(1, (_CHUNK_CPU if on_cpu else _CHUNK_DEVICE) // max(1, logits.shape[-1]))
     height = height if on_cpu else min(height, _MAX_ROWS_DEVICE)
     for matrix, first in _matrices(logits):
@@ -230,6 +230,10 @@ def _chunks(
                 index,
                 count,
             )
+
+
+def _reads_in_place(device: torch.device) -> bool:
+    return device.type == "cpu"
 
 
 def _pick(values: Tensor, index: Tensor | slice, height: int) -> Tensor:
