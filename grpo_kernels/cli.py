@@ -12,8 +12,9 @@ from . import backends, diagnostics
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    options, unknown = _parser().parse_known_args(arguments)
+    if unknown:
+        options.parser.error(_unknown(options, unknown[0]))
     code: int = options.run(options)
     return code
 
@@ -23,10 +24,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     def add(name: str, text: str, example: str) -> argparse.ArgumentParser:
-        return commands.add_parser(
-            name, help=text, description=text, epilog=f"example: {example}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )  # fmt: skip
+        command = commands.add_parser(
+            name, help=text, description=text, epilog=f"example: {example}", allow_abbrev=False
+        )
+        command.set_defaults(parser=command)
+        return command
 
     info = add("info", "Say what runs on this machine, and why.", "grpo-kernels info")
     info.set_defaults(run=_info)
@@ -56,6 +58,12 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=command.run)
 
 
+def _unknown(options: argparse.Namespace, option: str) -> str:
+    from .training import command
+
+    return command.unknown_option(options.parser, option)
+
+
 def _info(_options: argparse.Namespace) -> int:
     print("\n".join(diagnostics.info_lines()))
     return 0
@@ -66,9 +74,13 @@ def _check(options: argparse.Namespace) -> int:
     started, failures = time.perf_counter(), 0
     for name, version in diagnostics.versions().items():
         print(f"{name:<24} {version}")
-    for text, holds, numbers in diagnostics.check(device, options.impl):
-        failures += not holds
-        print(f"{'ok  ' if holds else 'FAIL'}  {text}: {numbers}", flush=True)
+    try:
+        for text, holds, numbers in diagnostics.check(device, options.impl):
+            failures += not holds
+            print(f"{'ok  ' if holds else 'FAIL'}  {text}: {numbers}", flush=True)
+    except (RuntimeError, ValueError) as error:  # an implementation or a device that is not there
+        print(error, file=sys.stderr)
+        return 2
     seconds = time.perf_counter() - started
     verdict = "all within budget" if failures == 0 else f"{failures} outside the budget: please report this output"
     print(f"{device}, implementation {backends.last_used()}: {verdict} ({seconds:.1f} s)")

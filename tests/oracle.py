@@ -1,12 +1,13 @@
-"""The tests' own truth: every formula once more, in NumPy, from the papers and the contract, with gradients by hand.
+"""The tests' own truth: every formula once more in NumPy, from the papers and the contract, with gradients by hand.
 
-Nothing here imports the package under test or uses autograd. Small problems run in `numpy.longdouble` (64-bit mantissa on
-x86), so that the truth is truer than float64 results; pass `real=np.float64` where V is large. Tokens are flat: a padded
-`[B, T]` batch is B sequences of T tokens, a packed one is described by `cu_seqlens`.
+Nothing here imports the package under test or uses autograd. Small problems run in `numpy.longdouble` (64-bit mantissa
+on x86), so that the truth is truer than float64 results; pass `real=np.float64` where V is large. Tokens are flat: a
+padded `[B, T]` batch is B sequences of T tokens, a packed one is described by `cu_seqlens`.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,7 +27,7 @@ class RowStats:
     entropy: Array  # [N]
     lse: Array  # [N], undefined (0) at dead rows
     live: Array  # [N] bool
-    size: Array  # [N] the largest number of the row, 1 at least: |log p| of the target or a transformed logit
+    size: Array  # [N] the largest of 1, |log p| of the target and the transformed logits
     dlogps: Array  # [N, V] d logps[n] / d logits[n]
     dentropy: Array  # [N, V] d entropy[n] / d logits[n]
 
@@ -41,7 +42,7 @@ def row_stats(
     logit_scale: float = 1.0,
     real: type = np.longdouble,
 ) -> RowStats:
-    """Log-probability of `ids [N]` under softmax of the transformed `logits [N, V]`, its entropy, and both gradients."""
+    """Log-probability of `ids [N]` under softmax of the transformed `logits [N, V]`, entropy, and both gradients."""
     rows = np.asarray(logits)
     n, v = rows.shape
     ids = np.asarray(ids).astype(np.int64)
@@ -80,7 +81,9 @@ def row_stats(
         if is_kept:
             k = int(np.count_nonzero(kept[: ids[t]]))
             logps[t] = logp_all[k]
-            column[ids[t]] = slope[k] * ((e.sum() - e[k]) / total if e[k] < 0.5 * total else np.delete(e, k).sum() / total)
+            column[ids[t]] = slope[k] * (
+                (e.sum() - e[k]) / total if e[k] < 0.5 * total else np.delete(e, k).sum() / total
+            )
         else:
             logps[t] = -np.inf
         size[t] = max(real(1), np.abs(z).max(), -logps[t] if is_kept else real(1))
@@ -112,7 +115,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs of one loss call, NumPy, laid out as the package takes them (`[B, T]` or packed `[N]` with `cu_seqlens`)."""
+    """Inputs of one loss call in NumPy, laid out as the package takes them: `[B, T]`, or `[N]` with `cu_seqlens`."""
 
     logits: Array
     ids: Array
@@ -134,8 +137,8 @@ class Batch:
 class Truth:
     """Results of one loss call. What is flat has one value per token.
 
-    `*_scale` is what one relative rounding of the log-probabilities and logits (`RowStats.size`) can move a result by, to
-    first order and without luck: a ratio is an exponential, so a log-probability of -8 in float32 costs 8 eps.
+    `*_scale` is what one relative rounding of the log-probabilities and logits (`RowStats.size`) can move a result by,
+    to first order and without luck: a ratio is an exponential, so a log-probability of -8 costs 8 eps.
     """
 
     loss: Any
@@ -160,7 +163,7 @@ def sequence_index(batch: Batch) -> tuple[Array, int]:
         return np.repeat(np.arange(b), t), b
     cu = np.asarray(batch.cu_seqlens, dtype=np.int64)
     index = np.full(batch.ids.shape[0], -1, dtype=np.int64)
-    for s, (start, stop) in enumerate(zip(cu[:-1], cu[1:], strict=True)):
+    for s, (start, stop) in enumerate(itertools.pairwise(cu)):
         index[start:stop] = s
     return index, len(cu) - 1
 
@@ -170,7 +173,7 @@ def spread_out(value: Array, batch: Batch, seq: Array, count: int, real: type) -
     value = np.asarray(value)
     n = seq.shape[0]
     if batch.cu_seqlens is not None:
-        if value.shape == (n, 1) and n == count or value.shape == (n,) and n != count:
+        if (value.shape == (n, 1) and n == count) or (value.shape == (n,) and n != count):
             return value.reshape(n).astype(real)
     elif value.shape == batch.ids.shape and not (value.shape[1] == 1 and value.shape[0] == count):
         return value.reshape(n).astype(real)
@@ -309,10 +312,20 @@ def _objective(batch: Batch, opt: Options, stats: RowStats, seq: Array, count: i
     metrics["policy_loss"] = float(policy)
     bonus = abs(real(opt.entropy_coef)) / entropy_z * live * size * (1 + stats.entropy)
     return Truth(
-        loss=loss, loss_scale=(token_scale * share).sum() + bonus.sum(), dlogits=dlogits.reshape(batch.logits.shape),
-        dlogits_scale=coef_scale + bonus, coef=coef, metrics=metrics, logps=p, entropy=stats.entropy, token_loss=token_loss,
-        token_scale=token_scale, kl=kl, ratio=ratio, live=live,
-    )  # fmt: skip
+        loss=loss,
+        loss_scale=(token_scale * share).sum() + bonus.sum(),
+        dlogits=dlogits.reshape(batch.logits.shape),
+        dlogits_scale=coef_scale + bonus,
+        coef=coef,
+        metrics=metrics,
+        logps=p,
+        entropy=stats.entropy,
+        token_loss=token_loss,
+        token_scale=token_scale,
+        kl=kl,
+        ratio=ratio,
+        live=live,
+    )
 
 
 def _metrics(
@@ -324,7 +337,11 @@ def _metrics(
 
     metrics = {"num_tokens": float(live.sum())}
     if live.any():
-        metrics |= {"ratio/mean": mean(ratio), "ratio/min": float(ratio[live].min()), "ratio/max": float(ratio[live].max())}
+        metrics |= {
+            "ratio/mean": mean(ratio),
+            "ratio/min": float(ratio[live].min()),
+            "ratio/max": float(ratio[live].max()),
+        }
         if weight is not None:
             name = "importance_sampling_ratio/"
             metrics |= {name + "mean": mean(weight), name + "min": float(weight[live].min())}
@@ -349,7 +366,13 @@ def _metrics(
 
 
 def group_advantages(
-    rewards: ArrayLike, groups: ArrayLike, *, baseline: str = "mean", scale: str = "group", ddof: int = 1, eps: float = 1e-4
+    rewards: ArrayLike,
+    groups: ArrayLike,
+    *,
+    baseline: str = "mean",
+    scale: str = "group",
+    ddof: int = 1,
+    eps: float = 1e-4,
 ) -> Array:
     """Advantages of `rewards [B]` normalised inside the groups named by `groups [B]`; NaN means not scored."""
     r = np.asarray(rewards, dtype=np.longdouble)

@@ -1,9 +1,9 @@
-"""What the tests share: random batches that can fail, one call that runs loss and backward, and plain torch to compare with."""
+"""What the tests share: batches that can fail, one call that runs loss and backward, plain torch to compare with."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import oracle
 import torch
 from oracle import Batch, Options
+from tolerance import as_array
 from torch import Tensor
 
 import grpo_kernels as gk
@@ -31,7 +32,7 @@ def real_type(dtype: torch.dtype) -> type:
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """Every `torch.empty` inside is filled with NaN (or the largest integer), so that reading unwritten memory shows."""
+    """Every `torch.empty` inside is filled with NaN or the largest integer, so that reading unwritten memory shows."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -62,7 +63,7 @@ def make_batch(
     spread: float = 2.0, layout: str = "padded", holes: bool = True, off_policy: float = 0.35,
     token_advantages: bool = False, weight: str | None = None,
 ) -> Batch:  # fmt: skip
-    """A batch with uneven lengths, holes, peaked logits, off-policy `old`, a nearby `ref`; logits already rounded to `dtype`.
+    """A batch with uneven lengths, holes, peaked logits rounded to `dtype`, off-policy `old`, a nearby `ref`.
 
     Values are float64 arrays that are exact in `dtype` (logits) or in the result's dtype (side inputs).
     """
@@ -187,7 +188,7 @@ def plain_row_stats(
 
 
 def plain_loss(batch: Batch, opt: Options, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """`(loss, dlogits, token losses of the live rows)` by autograd on plain torch; live rows are cut out, so nothing is masked."""
+    """`(loss, dlogits, losses of the live tokens)` by autograd; only live rows go in, so that nothing is masked."""
     side = result_dtype(dtype)
     seq_np, count = oracle.sequence_index(batch)
     n = len(seq_np)
@@ -246,5 +247,59 @@ def plain_loss(batch: Batch, opt: Options, dtype: torch.dtype) -> tuple[Tensor, 
     return total.detach(), logits.grad, loss.detach()
 
 
-def normal_rows(rows: int, vocab: int, dtype: torch.dtype = torch.float32, *, std: float = 2.0, seed: int = 0) -> Tensor:
-    return (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * std).to(dtype)
+# Shared shorthands
+
+
+def normal_rows(
+    rows: int, vocab: int, dtype: torch.dtype = torch.float32, *, std: float = 2.0, mean: float = 0.0, seed: int = 0
+) -> Tensor:
+    """Random logits `[rows, vocab]`."""
+    return (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * std + mean).to(dtype)
+
+
+def normal(rows: int, vocab: int, dtype: torch.dtype, *, std: float = 1.0, mean: float = 0.0, seed: int = 0) -> Tensor:
+    """Random logits `[1, rows, vocab]`."""
+    return normal_rows(rows, vocab, dtype, std=std, mean=mean, seed=seed)[None]
+
+
+def score(logits: Tensor, ids: Any, **options: Any) -> Any:
+    """`gk.per_token_logps` with entropy, in poisoned memory."""
+    with poisoned():
+        return gk.per_token_logps(logits, torch.as_tensor(ids), entropy=True, **options)
+
+
+def truth_of(logits: Tensor, ids: Tensor, real: type = np.float64, **options: Any) -> oracle.RowStats:
+    """The oracle's statistics of all rows of `logits`, flat."""
+    rows = as_array(logits).reshape(-1, logits.shape[-1])
+    return oracle.row_stats(rows, as_array(ids).reshape(-1), real=real, **options)
+
+
+def full_options(loss_type: str = "dapo", level: str = "token", **changes: Any) -> Options:
+    """Options with every term switched on, so that a fault in any of them shows."""
+    values: dict[str, Any] = {
+        "beta": 0.1, "epsilon_high": 1.1, "max_completion_length": 9, "entropy": True, "entropy_coef": 0.2,
+        "use_bias_correction_kl": True, "temperature": 0.8,
+    }  # fmt: skip
+    return Options(loss_type=loss_type, importance_sampling_level=level, **values | changes)
+
+
+def objective_options(loss_type: str, level: str, extra: dict[str, Any]) -> Options:
+    """`extra` for one objective, without what cispo refuses and with a cap that some ratios reach."""
+    values: dict[str, Any] = {"max_completion_length": 7} | extra
+    if loss_type == "cispo":
+        values = {k: v for k, v in values.items() if k not in ("delta", "dual_clip")} | {"epsilon_high": 1.15}
+    return Options(loss_type=loss_type, importance_sampling_level=level, **values)
+
+
+def setting(
+    dtype: torch.dtype = torch.float32,
+    opt: Options | None = None,
+    *,
+    seed: int = 31,
+    layout: str = "padded",
+    **kwargs: Any,
+) -> tuple[Tensor, Callable[..., Any]]:
+    """Logits (a plain tensor) and the loss as a function of them."""
+    batch = make_batch(seed=seed, dtype=dtype, layout=layout, weight="token", **kwargs)
+    arguments, ids, config = loss_inputs(batch, dtype), tensor(batch.ids), config_of(opt or full_options())
+    return tensor(batch.logits, dtype), lambda x, **more: gk.grpo_loss(x, ids, config=config, **arguments, **more)

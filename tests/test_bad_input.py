@@ -1,85 +1,17 @@
-"""Bad input is refused in words, before any work on the logits, and leaves every input as it was.
-
-Text: `<function>: <argument> <requirement>, got <value>. <what to do>`.
-"""
+"""Bad input of the functions is refused in words, before any work on the logits, and leaves every input as it was."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from support import same_bits
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from refusals import LONG, B, G, T, V, Watch, good, packed, refused
 
 import grpo_kernels as gk
 
 NAN = math.nan
-B, T, V, G = 4, 3, 5, 2
-TEXT = r"^{function}: {argument}\b.*, got .+\. .+"
-
-
-class Watch(TorchDispatchMode):
-    """Notes each operation that reads or writes the logits' storage; making views is free."""
-
-    def __init__(self, logits: Tensor) -> None:
-        super().__init__()
-        self.storage = logits.untyped_storage().data_ptr()
-        self.touched: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not func.is_view and func is not torch.ops.aten.detach.default:
-            for x in (*args, *kwargs.values()):
-                if isinstance(x, Tensor) and x.device.type == "cpu" and x.untyped_storage().data_ptr() == self.storage:
-                    self.touched.append(str(func))
-        return func(*args, **kwargs)
-
-
-def good() -> dict[str, Any]:
-    """A call of `grpo_loss` with nothing wrong in it."""
-    generator = torch.Generator().manual_seed(0)
-    return {
-        "logits": torch.randn(B, T, V, generator=generator), "completion_ids": torch.arange(B * T).reshape(B, T) % V,
-        "config": gk.GRPOLossConfig(beta=0.1), "advantages": torch.tensor([1.0, -1.0, 0.5, -0.5]),
-        "completion_mask": torch.ones(B, T), "old_per_token_logps": torch.full((B, T), -1.5),
-        "ref_per_token_logps": torch.full((B, T), -1.4),
-    }  # fmt: skip
-
-
-def packed() -> dict[str, Any]:
-    call = {k: v.flatten(0, 1) if isinstance(v, Tensor) and v.dim() > 1 else v for k, v in good().items()}
-    return call | {"cu_seqlens": torch.tensor([0, 3, 3, 7, 12], dtype=torch.int32)}
-
-
-def refused(
-    call: Callable[..., Any], arguments: dict[str, Any], error: type[Exception], function: str, argument: str, *words: str
-) -> str:
-    """Calls, checks type, format and words of the refusal, that the logits were not worked on and no input changed."""
-    tensors = {k: v for k, v in arguments.items() if isinstance(v, Tensor)}
-    before = {k: (v.detach().clone(), v._version) for k, v in tensors.items()}
-    watch = Watch(arguments["logits"]) if isinstance(arguments.get("logits"), Tensor) else None
-    last = gk.backends.last_used()
-    with pytest.raises(error, match=TEXT.format(function=function, argument=argument)) as caught:
-        if watch is None:
-            call(**arguments)
-        else:
-            with watch:
-                call(**arguments)
-    text = str(caught.value)
-    for word in words:
-        assert word in text, f"{word!r} is not in {text!r}"
-    assert type(caught.value) is error
-    assert watch is None or not watch.touched, watch.touched
-    assert gk.backends.last_used() == last
-    for name, value in tensors.items():
-        if value.device.type == "cpu":
-            assert same_bits(value.detach(), before[name][0]), name
-        assert value._version == before[name][1], name
-    return text
 
 
 def test_the_good_calls_are_good() -> None:
@@ -95,7 +27,6 @@ def test_the_watch_sees_work() -> None:
     assert watch.touched
 
 
-LONG = torch.long
 LOSS_SHAPES: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "mask longer": ({"completion_mask": torch.ones(B, T + 1)}, "completion_mask", ("[4, 4]", "[4, 3]")),
     "mask flat": ({"completion_mask": torch.ones(B * T)}, "completion_mask", ("[12]", "[4, 3]")),
@@ -200,7 +131,11 @@ VALUES: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "temperature NaN": ({"temperature": NAN}, "temperature", ("nan",)),
     "temperature 0-d": ({"temperature": torch.tensor(0.0)}, "temperature", ()),
     "temperature of one row": ({"temperature": torch.tensor([[1.0], [1.0], [-2.0], [1.0]])}, "temperature", ()),
-    "temperature of one token": ({"temperature": torch.ones(B, T).index_fill(1, torch.tensor([2]), 0.0)}, "temperature", ()),
+    "temperature of one token": (
+        {"temperature": torch.ones(B, T).index_fill(1, torch.tensor([2]), 0.0)},
+        "temperature",
+        (),
+    ),
     "normalizer 0": ({"normalizer": 0}, "normalizer", ("> 0",)),
     "normalizer -1": ({"normalizer": -1.0}, "normalizer", ()),
     "normalizer NaN": ({"normalizer": NAN}, "normalizer", ()),
@@ -262,7 +197,9 @@ def test_rewards_and_groups_are_checked_in_both_functions(case: str, function: s
 
 
 def test_the_size_that_does_not_divide_says_so() -> None:
-    text = refused(gk.group_advantages, {"rewards": torch.ones(4), "group_size": 3}, ValueError, "group_advantages", "group_size")
+    text = refused(
+        gk.group_advantages, {"rewards": torch.ones(4), "group_size": 3}, ValueError, "group_advantages", "group_size"
+    )
     assert "4" in text and "3" in text
 
 
@@ -273,12 +210,29 @@ def test_rewards_of_another_batch() -> None:
 
 @pytest.mark.parametrize(
     ("change", "error", "argument", "word"),
-    [({"baseline": "median"}, ValueError, "baseline", "leave_one_out"), ({"scale": "groups"}, ValueError, "scale", "group"),
-     ({"eps": -1e-4}, ValueError, "eps", ""), ({"eps": NAN}, ValueError, "eps", ""), ({"ddof": -1}, ValueError, "ddof", ""),
-     ({"baseline": None}, ValueError, "baseline", "none")],
-)  # fmt: skip
-def test_group_advantages_refuses_options(change: dict[str, Any], error: type[Exception], argument: str, word: str) -> None:
+    [
+        ({"baseline": "median"}, ValueError, "baseline", "leave_one_out"),
+        ({"scale": "groups"}, ValueError, "scale", "group"),
+        ({"eps": -1e-4}, ValueError, "eps", ""),
+        ({"eps": NAN}, ValueError, "eps", ""),
+        ({"ddof": -1}, ValueError, "ddof", ""),
+        ({"baseline": None}, ValueError, "baseline", "none"),
+    ],
+)
+def test_group_advantages_refuses_options(
+    change: dict[str, Any], error: type[Exception], argument: str, word: str
+) -> None:
     refused(gk.group_advantages, {"rewards": torch.ones(4)} | change, error, "group_advantages", argument, word)
+
+
+def test_a_vocabulary_that_is_not_innermost_is_refused() -> None:
+    """Never read as if it were."""
+    logits = torch.zeros(B, V, T).transpose(1, 2)
+    refused(gk.grpo_loss, good() | {"logits": logits}, ValueError, "grpo_loss", "logits", "stride")
+    call = {"logits": logits, "targets": torch.zeros(B, T, dtype=LONG)}
+    refused(gk.per_token_logps, call, ValueError, "per_token_logps", "logits", "stride")
+    narrow = torch.zeros(B, T, 2)[..., :1]
+    assert gk.per_token_logps(narrow, torch.zeros(B, T, dtype=LONG)).logps.abs().max() == 0, "one column has no stride"
 
 
 # devices
@@ -299,7 +253,11 @@ def test_log_probs_on_two_devices_are_refused() -> None:
     for name, value in (("targets", call["targets"]), ("mask", torch.ones(B, T)), ("temperature", torch.ones(B, 1))):
         refused(gk.per_token_logps, call | {name: value.to("meta")}, ValueError, "per_token_logps", name, "meta", "cpu")
     device = refused(
-        gk.grpo_loss, packed() | {"cu_seqlens": torch.zeros(5, dtype=LONG, device="meta")}, ValueError, "grpo_loss", "cu_seqlens"
+        gk.grpo_loss,
+        packed() | {"cu_seqlens": torch.zeros(5, dtype=LONG, device="meta")},
+        ValueError,
+        "grpo_loss",
+        "cu_seqlens",
     )
     assert "meta" in device
 
@@ -356,7 +314,11 @@ def test_a_live_id_beyond_the_vocabulary_may_be_masked() -> None:
 @pytest.mark.parametrize("impl", ["triton", "cpp"])
 @pytest.mark.parametrize("function", ["grpo_loss", "per_token_logps"])
 def test_an_absent_implementation_says_why(impl: str, function: str) -> None:
-    call = good() if function == "grpo_loss" else {"logits": torch.zeros(B, T, V), "targets": torch.zeros(B, T, dtype=LONG)}
+    call = (
+        good()
+        if function == "grpo_loss"
+        else {"logits": torch.zeros(B, T, V), "targets": torch.zeros(B, T, dtype=LONG)}
+    )
     with pytest.raises(RuntimeError, match=impl):
         getattr(gk, function)(**call, impl=impl)
     assert torch.isfinite(gk.grpo_loss(**good(), impl="auto").loss)
@@ -367,150 +329,15 @@ def test_inplace_refusals_have_the_text() -> None:
     leaf = call["logits"].requires_grad_()
     refused(gk.grpo_loss, call | {"inplace": True}, ValueError, "grpo_loss", "(logits|inplace)", "inplace", "leaf")
     view = (leaf * 1.0)[:, :]
-    refused(gk.grpo_loss, call | {"logits": view, "inplace": True}, ValueError, "grpo_loss", "(logits|inplace)", "inplace", "view")
-
-
-# the configuration
-
-
-CONFIGS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
-    "close loss type": ({"loss_type": "gropo"}, "loss_type", ("'grpo'", "gropo")),
-    "close loss type, dr": ({"loss_type": "drgrpo"}, "loss_type", ("'dr_grpo'",)),
-    "upper case": ({"loss_type": "DAPO"}, "loss_type", ("'dapo'",)),
-    "unlike any": ({"loss_type": "zzzz"}, "loss_type", ("dapo",)),
-    "epsilon 1": ({"epsilon": 1.0}, "epsilon", ("[0, 1)", "epsilon_high=0.28", "1.28")),
-    "epsilon negative": ({"epsilon": -0.2}, "epsilon", ("[0, 1)", "epsilon_high=0.28", "1.28")),
-    "epsilon NaN": ({"epsilon": NAN}, "epsilon", ()),
-    "epsilon_high negative": ({"epsilon_high": -0.28}, "epsilon_high", ("epsilon_high=0.28", "1.28")),
-    "epsilon_high NaN": ({"epsilon_high": NAN}, "epsilon_high", ()),
-    "delta 0": ({"delta": 0.0}, "delta", ("> 0",)),
-    "delta negative": ({"delta": -1.0}, "delta", ("> 0",)),
-    "delta NaN": ({"delta": NAN}, "delta", ()),
-    "delta with cispo": ({"delta": 2.0, "loss_type": "cispo", "epsilon_high": 5.0}, "delta", ("cispo",)),
-    "dual_clip 1": ({"dual_clip": 1.0}, "dual_clip", ("> 1",)),
-    "dual_clip NaN": ({"dual_clip": NAN}, "dual_clip", ()),
-    "dual_clip with cispo": ({"dual_clip": 3.0, "loss_type": "cispo", "epsilon_high": 5.0}, "dual_clip", ("cispo",)),
-    "unknown level": ({"importance_sampling_level": "sentence"}, "importance_sampling_level", ("sequence",)),
-    "cispo by sequence": (
-        {"importance_sampling_level": "sequence", "loss_type": "cispo", "epsilon_high": 5.0}, "importance_sampling_level", ("cispo", "token")
-    ),
-    "unknown estimator": ({"kl_estimator": "k9"}, "kl_estimator", ("k3",)),
-    "temperature 0": ({"temperature": 0.0}, "temperature", ("> 0",)),
-    "temperature NaN": ({"temperature": NAN}, "temperature", ()),
-    "softcap 0": ({"softcap": 0.0}, "softcap", ("> 0",)),
-    "logit_scale NaN": ({"logit_scale": NAN}, "logit_scale", ()),
-    "beta NaN": ({"beta": NAN}, "beta", ()),
-    "entropy_coef NaN": ({"entropy_coef": NAN}, "entropy_coef", ()),
-    "entropy_coef inf": ({"entropy_coef": math.inf}, "entropy_coef", ()),
-    "maximum length 0": ({"max_completion_length": 0}, "max_completion_length", ()),
-    "dr_grpo without": ({"loss_type": "dr_grpo"}, "max_completion_length", ("dr_grpo",)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", CONFIGS)
-def test_config_refuses_values(case: str) -> None:
-    change, argument, words = CONFIGS[case]
-    refused(gk.GRPOLossConfig, change, ValueError, "GRPOLossConfig", argument, *words)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"epsilon": "0.2"}, {"epsilon": None}, {"beta": None}, {"loss_type": None}, {"loss_type": 3}, {"entropy": "yes"},
-     {"temperature": torch.ones(2)}, {"max_completion_length": 8.5}, {"use_bias_correction_kl": None}],
-    ids=str,
-)  # fmt: skip
-def test_config_refuses_kinds(change: dict[str, Any]) -> None:
-    (name,) = change
-    refused(gk.GRPOLossConfig, change, TypeError, "GRPOLossConfig", name)
-
-
-def test_config_is_frozen_and_by_keyword() -> None:
-    config = gk.GRPOLossConfig()
-    with pytest.raises(AttributeError):
-        config.beta = 0.1
-    with pytest.raises(TypeError):
-        gk.GRPOLossConfig("grpo")
-    with pytest.raises(TypeError, match="epsilon_low"):
-        gk.GRPOLossConfig(epsilon_low=0.2)
-
-
-def test_config_defaults_are_the_contract() -> None:
-    config = gk.GRPOLossConfig()
-    expected = {
-        "loss_type": "dapo", "epsilon": 0.2, "epsilon_high": None, "delta": None, "dual_clip": None, "beta": 0.0,
-        "importance_sampling_level": "token", "kl_estimator": "k3", "use_bias_correction_kl": False, "temperature": 1.0,
-        "softcap": None, "logit_scale": 1.0, "entropy": False, "entropy_coef": 0.0, "max_completion_length": None,
-    }  # fmt: skip
-    assert {name: getattr(config, name) for name in expected} == expected
-
-
-# what is not built yet is refused by name
-
-
-UNBUILT_FIELDS: dict[str, Any] = {
-    "aggregation": "token_mean", "log_ratio_clamp": 20.0, "kl_clamp": (20.0, 10.0), "kl_weighted_by_rollout": True,
-    "top_entropy_quantile": 0.8, "off_policy_mask_threshold": 0.5, "rollout_correction": "token_truncate", "rollout_clip_max": 2.0,
-    "rollout_clip_min": 0.5, "rollout_sequence_mean": "geometric", "rollout_veto": 1e-4, "cispo_bounds": "relative",
-    "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 2.0, "vespo_k_pos": 1.0, "vespo_lambda_pos": 1.0, "vespo_k_neg": 1.0,
-    "vespo_lambda_neg": 1.0, "dro_beta": 0.1, "cov_ratio": 1e-3, "cov_bounds": (0.0, 1.0), "cov_coef": 1.0,
-}  # fmt: skip
-UNBUILT_FIELD_DEFAULTS: dict[str, Any] = {
-    "aggregation": None, "log_ratio_clamp": None, "kl_clamp": (None, None), "kl_weighted_by_rollout": False,
-    "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None, "rollout_correction": "none", "rollout_clip_max": 3.0,
-    "rollout_clip_min": None, "rollout_sequence_mean": "product", "rollout_veto": None, "cispo_bounds": "absolute",
-    "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05, "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0,
-    "vespo_lambda_neg": 2.0, "dro_beta": None, "cov_ratio": 2e-4, "cov_bounds": (1, 5), "cov_coef": 0.1,
-}  # fmt: skip
-UNBUILT_VALUES = [
-    *[("loss_type", x) for x in ("luspo", "sapo", "vespo", "gmpo", "gpg", "dppo_tv", "dppo_kl", "dro", "clip_cov", "kl_cov")],
-    ("importance_sampling_level", "sequence_token"),
-    *[("kl_estimator", x) for x in ("abs", "k1+", "abs+", "k2+", "k3+")],
-]
-
-
-@pytest.mark.parametrize("name", UNBUILT_FIELDS)
-def test_an_unbuilt_field_is_refused_by_name_when_set(name: str) -> None:
-    with pytest.raises(NotImplementedError, match=name):
-        gk.grpo_loss(**good() | {"config": gk.GRPOLossConfig(**{name: UNBUILT_FIELDS[name]})})
-
-
-@pytest.mark.parametrize("name", UNBUILT_FIELD_DEFAULTS)
-def test_an_unbuilt_field_at_its_default_is_accepted(name: str) -> None:
-    config = gk.GRPOLossConfig(beta=0.1, **{name: UNBUILT_FIELD_DEFAULTS[name]})
-    assert torch.isfinite(gk.grpo_loss(**good() | {"config": config}).loss)
-    assert getattr(gk.GRPOLossConfig(), name) == UNBUILT_FIELD_DEFAULTS[name]
-
-
-@pytest.mark.parametrize(("name", "value"), UNBUILT_VALUES)
-def test_an_unbuilt_value_is_refused_by_name(name: str, value: str) -> None:
-    with pytest.raises(NotImplementedError, match=rf"{name}.*{value.replace('+', '.')}"):
-        gk.grpo_loss(**good() | {"config": gk.GRPOLossConfig(**{name: value})})
-
-
-def test_unbuilt_arguments_are_refused_by_name() -> None:
-    call = good()
-    with pytest.raises(NotImplementedError, match="rollout_per_token_logps"):
-        gk.grpo_loss(**call, rollout_per_token_logps=torch.zeros(B, T))
-    kept = (torch.zeros(B * T, dtype=LONG), torch.arange(B * T + 1))
-    with pytest.raises(NotImplementedError, match="sampling_mask"):
-        gk.grpo_loss(**call, sampling_mask=kept)
-    with pytest.raises(NotImplementedError, match="sampling_mask"):
-        gk.per_token_logps(call["logits"], call["completion_ids"], sampling_mask=kept)
-    for extra in (1, 4):
-        with pytest.raises(NotImplementedError, match="targets"):
-            gk.per_token_logps(call["logits"], torch.zeros(B, T, extra, dtype=LONG))
-
-
-def test_the_linear_forms_are_refused_by_name() -> None:
-    hidden, weight, ids = torch.zeros(B, T, 2), torch.zeros(V, 2), torch.zeros(B, T, dtype=LONG)
-    with pytest.raises(NotImplementedError, match="linear_per_token_logps"):
-        gk.linear_per_token_logps(hidden, weight, ids)
-    with pytest.raises(NotImplementedError, match="linear_grpo_loss"):
-        gk.linear_grpo_loss(hidden, weight, ids, advantages=torch.ones(B))
-    with pytest.raises(NotImplementedError, match="LinearGRPOLoss"):
-        gk.LinearGRPOLoss(gk.GRPOLossConfig())(hidden, weight, ids, advantages=torch.ones(B))
-    with pytest.raises(NotImplementedError, match="LinearGRPOLossFunction"):
-        gk.LinearGRPOLossFunction.apply(hidden, weight, None, ids, torch.ones(B), None, None, None, gk.GRPOLossConfig())
+    refused(
+        gk.grpo_loss,
+        call | {"logits": view, "inplace": True},
+        ValueError,
+        "grpo_loss",
+        "(logits|inplace)",
+        "inplace",
+        "view",
+    )
 
 
 # modules and the rollout check
@@ -529,10 +356,14 @@ def test_the_module_refuses_what_is_no_config() -> None:
 
 @pytest.mark.parametrize(
     ("change", "error", "argument"),
-    [({"recomputed": torch.zeros(2, 4)}, ValueError, "(engine|recomputed)"), ({"mask": torch.ones(2, 4)}, ValueError, "mask"),
-     ({"engine": [[0.0]]}, TypeError, "engine"), ({"recomputed": 1.0}, TypeError, "recomputed"),
-     ({"engine": torch.zeros(2, 3, dtype=LONG)}, TypeError, "engine")],
-)  # fmt: skip
+    [
+        ({"recomputed": torch.zeros(2, 4)}, ValueError, "(engine|recomputed)"),
+        ({"mask": torch.ones(2, 4)}, ValueError, "mask"),
+        ({"engine": [[0.0]]}, TypeError, "engine"),
+        ({"recomputed": 1.0}, TypeError, "recomputed"),
+        ({"engine": torch.zeros(2, 3, dtype=LONG)}, TypeError, "engine"),
+    ],
+)
 def test_the_rollout_check_refuses(change: dict[str, Any], error: type[Exception], argument: str) -> None:
     call = {"engine": torch.zeros(2, 3), "recomputed": torch.zeros(2, 3), "mask": None} | change
     refused(gk.check_rollout_logps, call, error, "check_rollout_logps", argument)

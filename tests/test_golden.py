@@ -1,13 +1,15 @@
-"""One absolute number per loss type, by hand, so that no factor shared by two implementations can hide; and the oracle's own proof.
+"""One absolute number per loss type, by hand, so that no shared factor can hide; and the proof of oracle and helpers.
 
-Two sequences over V = 4, every probability a simple fraction, eps 0.2 / 0.28, beta 0.1, K3. `r` = p / old, `d` = ln(ref / p):
+Two sequences over V = 4, every probability a simple fraction, eps 0.2 / 0.28, beta 0.1, k3. `r` = p / old, `l` the
+policy loss, `k` = ref / p - ln(ref / p) - 1, slope = dl/dp + 0.1 (1 - ref / p) with p for its logarithm:
 
-    sequence 0, A = +1   p 1/2 old 2/5 ref 1/4   r 1.25 kept            l -1.25   k3 = 1/2 + ln 2 - 1   dl/dp -1.25 + 0.1 (1 - 1/2) = -1.20
-                         p 1/4 old 1/8 ref 1/4   r 2    clipped to 1.28 l -1.28   k3 = 0                dl/dp  0    + 0             =  0
-    sequence 1, A = -1   p 1/4 old 1/2 ref 1/2   r 0.5  clipped to 0.8  l  0.8    k3 = 2 - ln 2 - 1     dl/dp  0    + 0.1 (1 - 2)   = -0.10
-                         p 3/4 old 1/2 ref 3/4   r 1.5  kept (A < 0)    l  1.5    k3 = 0                dl/dp  1.5  + 0             =  1.50
-                         a hole in the mask
-                         p 1/4 old 1/4 ref 1/8   r 1    kept            l  1      k3 = 1/2 + ln 2 - 1   dl/dp  1    + 0.1 (1 - 1/2) =  1.05
+    A     p    old  ref   r     l               k               slope
+    +1    1/2  2/5  1/4   1.25  -1.25           1/2 + ln 2 - 1  -1.25 + 0.05 = -1.20
+          1/4  1/8  1/4   2     -1.28 (clip)    0                0    + 0    =  0
+    -1    1/4  1/2  1/2   0.5    0.8  (clip)    2 - ln 2 - 1     0    - 0.10 = -0.10
+          3/4  1/2  3/4   1.5    1.5  (A < 0)   0                1.5  + 0    =  1.50
+          a hole in the mask
+          1/4  1/4  1/8   1      1              1/2 + ln 2 - 1   1    + 0.05 =  1.05
 
 So the KL sums are ln 2 - 1/2 = 0.1931471806 and 1/2.
 """
@@ -15,6 +17,7 @@ So the KL sums are ln 2 - 1/2 = 0.1931471806 and 1/2.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -22,8 +25,8 @@ import oracle
 import pytest
 import torch
 from oracle import Batch, Options
-from support import DTYPES, OBJECTIVES, Ran, from_probabilities, make_batch, pack, run
-from tolerance import as_array
+from support import DTYPES, OBJECTIVES, Ran, from_probabilities, make_batch, pack, poisoned, run
+from tolerance import as_array, assert_within_budget
 
 import grpo_kernels as gk
 
@@ -102,7 +105,7 @@ def test_sequence_level_golden(name: str) -> None:
 
 
 def test_bias_corrected_kl_golden() -> None:
-    """KL times r: 1.25 * 0.1931471806 and 0.5 * 0.3068528194 + 0.1931471806; its gradient r (k + dk) with dk = 1 - e^d."""
+    """KL times r: 1.25 * 0.1931471806 and 0.5 * 0.3068528194 + 0.1931471806; its slope r (k + 1 - ref / p)."""
     opt = dataclasses.replace(CLIP, loss_type="bnpo", use_bias_correction_kl=True)
     got = run(BATCH, opt, torch.float64)
     assert got.loss.item() == pytest.approx((0.77 + 0.1 * (0.2414339757 + 0.1534264097 + 0.1931471806)) / 5, abs=1e-9)
@@ -142,7 +145,14 @@ def test_the_oracle_agrees_with_the_hand_numbers(name: str) -> None:
     [
         {},
         {"beta": 0.3, "kl_estimator": "k1", "entropy_coef": 0.2},
-        {"beta": 0.3, "kl_estimator": "k2", "softcap": 3.0, "logit_scale": 1.3, "temperature": 0.7, "entropy_coef": -0.4},
+        {
+            "beta": 0.3,
+            "kl_estimator": "k2",
+            "softcap": 3.0,
+            "logit_scale": 1.3,
+            "temperature": 0.7,
+            "entropy_coef": -0.4,
+        },
         {"beta": 0.3, "use_bias_correction_kl": True, "delta": 1.1},
         {"beta": 0.3, "dual_clip": 1.05, "epsilon_high": 0.1},
     ],
@@ -224,3 +234,31 @@ def test_log_of_probabilities_is_itself() -> None:
     out = gk.per_token_logps(from_probabilities(PROBABILITIES), torch.as_tensor(BATCH.ids))
     expected = np.log(np.take_along_axis(np.asarray(PROBABILITIES), BATCH.ids[..., None], -1)[..., 0])
     np.testing.assert_allclose(out.logps.numpy(), expected, rtol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("ours", "message"),
+    [
+        ([1.0, 2.0 + 5e-7, -math.inf, math.nan], r"1 of 4 beyond the budget; worst at \(1,\)"),
+        ([1.0, 2.0, math.inf, math.nan], r"worst at \(2,\)"),
+        ([1.0, math.nan, -math.inf, math.nan], r"worst at \(1,\)"),
+        ([1.0, 2.0, -math.inf, 0.0], r"worst at \(3,\)"),
+        ([1.0, 2.0, -math.inf], "shape"),
+    ],
+)
+def test_the_error_budget_can_be_exceeded(ours: list[float], message: str) -> None:
+    truth = np.array([1.0, 2.0, -math.inf, math.nan])
+    assert_within_budget([1.0, 2.0 + 2e-7, -math.inf, math.nan], truth, truth, torch.float32)
+    assert_within_budget(
+        [1.0, 2.0 + 5e-7, -math.inf, math.nan], np.array([1.0, 2.0 + 4e-7, -math.inf, math.nan]), truth, torch.float32
+    )
+    with pytest.raises(AssertionError, match=message):
+        assert_within_budget(ours, truth, truth, torch.float32)
+
+
+def test_poisoned_memory_is_poisoned() -> None:
+    with poisoned():
+        assert torch.empty(3).isnan().all()
+        assert torch.empty_like(torch.zeros(2, 2, dtype=torch.bfloat16)).isnan().all()
+        assert torch.zeros(4).new_empty(4).isnan().all()
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -31,17 +31,20 @@ def _nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield
     assert list(tmp_path.glob("grpo-answer-*")) == []
-    assert left_behind() == []
+    left_behind = sandbox_processes()
+    for process in left_behind:
+        process.kill()
+    assert left_behind == []
 
 
-def left_behind() -> list[list[str]]:
-    """Command lines of live processes that a sandbox of this test process started, or that carry the mark."""
+def sandbox_processes() -> list[psutil.Process]:
+    """Live processes that a sandbox of this test process started, or that carry the mark."""
     mine = f'"parent": {os.getpid()},'
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
         line = " ".join(process.info["cmdline"] or [])
         if (mine in line or MARK in line) and process.info["status"] != psutil.STATUS_ZOMBIE:
-            found.append(process.info["cmdline"])
+            found.append(process)
     return found
 
 
@@ -87,7 +90,9 @@ def test_the_environment_of_the_caller_is_not_seen(monkeypatch: pytest.MonkeyPat
 def test_no_file_descriptor_of_the_caller_is_open(tmp_path: Path):
     with open(tmp_path / "open", "w") as file:
         os.set_inheritable(file.fileno(), True)
-        source = f"import os\ntry:\n    os.fstat({file.fileno()})\n    print('open')\nexcept OSError:\n    print('closed')"
+        source = (
+            f"import os\ntry:\n    os.fstat({file.fileno()})\n    print('open')\nexcept OSError:\n    print('closed')"
+        )
         assert check_output(source, [Case("", "closed")], LIMITS).passed
 
 
@@ -316,14 +321,30 @@ def test_code_that_leaves_a_module_to_the_answer_is_refused():
         check_test_code("assert math.isclose(f(), 1.0)")
     with pytest.raises(ValueError, match="test_code must be Python"):
         check_test_code("assert f( == 1")
-    check_test_code("import os.path\nfrom math import isclose as queue\nassert os.path.join('a') and queue.real and string()")
+    check_test_code(
+        "import os.path\nfrom math import isclose as queue\nassert os.path.join('a') and queue.real and string()"
+    )
     check_test_code("def check(code):\n    assert code.value == 1")
 
 
-_keys = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary() | st.complex_numbers(allow_nan=False)
+_keys = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary()
+    | st.complex_numbers(allow_nan=False)
+)
 _plain = st.recursive(
     _keys,
-    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.sets(_keys) | st.frozensets(_keys) | st.dictionaries(_keys, inner),
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.sets(_keys)
+        | st.frozensets(_keys)
+        | st.dictionaries(_keys, inner)
+    ),
     max_leaves=20,
 )
 
@@ -352,7 +373,9 @@ def test_plain_values_cross_unchanged(value: object):
 
 def test_systems_and_limits_that_cannot_work_are_refused(monkeypatch: pytest.MonkeyPatch):
     require_sandbox(LIMITS)
-    with pytest.raises(RuntimeError, match=r"require_sandbox: a program that prints one word must pass .* Raise the limits"):
+    with pytest.raises(
+        RuntimeError, match=r"require_sandbox: a program that prints one word must pass .* Raise the limits"
+    ):
         require_sandbox(Limits(time_s=0.001))
     monkeypatch.setattr(sandbox.os, "name", "nt")
     with pytest.raises(RuntimeError, match=r"require_sandbox: the system must be Linux or macOS, got .*POSIX"):

@@ -28,12 +28,12 @@ def assert_within_budget(
     compute: torch.dtype | None = None,
     name: str = "value",
 ) -> None:
-    """Elementwise `|ours - truth| <= |ref - truth| + max(eps(dtype) * |truth|, eps(compute) * floor)`; NaN where truth is.
+    """Elementwise `|ours - truth| <= |ref - truth| + max(eps(dtype) |truth|, eps(compute) floor)`; NaN where truth is.
 
     `ref` is plain torch in the test's precision, `truth` the float64 (or longdouble) oracle on the same rounded inputs,
-    `dtype` that of `ours` as it is returned, `compute` that of the arithmetic before the last rounding (default: `dtype`).
-    `floor`, a number or an array like `truth`, is the scale below which errors are absolute: 1 for log-probabilities, and
-    the oracle's `*_scale` for what is made of them. Infinities must agree exactly. Reports the worst index.
+    `dtype` that of `ours` as returned, `compute` that of the arithmetic before the last rounding (default: `dtype`).
+    `floor`, a number or an array like `truth`, is the scale below which errors are absolute: 1 for log-probabilities,
+    and the oracle's `*_scale` for what is made of them. Infinities must agree exactly. Reports the worst index.
     """
     truth = as_array(truth).astype(np.longdouble)
     ours = as_array(ours).astype(np.longdouble)
