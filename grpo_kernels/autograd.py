@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import objective
-from .backends import row_op
+from .backends import loss_op, row_op
 from .config import GRPOLossConfig
 from .layout import Layout, make_layout
 from .ops.schema import stats_dtype
@@ -37,6 +37,8 @@ class LossCall(NamedTuple):
     importance_sampling_ratio: Tensor | None = None
     normalizer: Tensor | None = None
     entropy_normalizer: Tensor | None = None
+    group_size: int = 0
+    """> 0: the advantages are rewards, and the kernel normalises them in consecutive groups of this size."""
 
 
 def _temperature(config: GRPOLossConfig, temperature: float | Tensor | None, logits: Tensor) -> Tensor:
@@ -182,21 +184,29 @@ class GRPOLossFunction(torch.autograd.Function):
         if extras.cu_seqlens is not None and temperature.ndim == 2:
             # tokens outside every sequence are dead: any positive number serves
             temperature = torch.where(live, layout.spread(temperature.squeeze(1)), 1.0)
-        logps, entropy, _, row_max, sum_exp, sum_others = row_op("row_stats", extras.rows.impl)(
-            logits, targets, temperature, config.logit_scale, config.softcap, config.needs_entropy
-        )
+        dtype = stats_dtype(logits)
         ref = ref_per_token_logps if config.beta != 0 else None
-        weight = extras.importance_sampling_ratio
-        tokens = objective.TokenInputs(
-            logps,
-            entropy if config.needs_entropy else None,
-            live,
-            _token_values(advantages, live, logps.dtype, layout),
-            None if old_per_token_logps is None else _finite_where_dead(old_per_token_logps, live, logps.dtype),
-            None if ref is None else _finite_where_dead(ref, live, logps.dtype),
-            None if weight is None else _token_values(weight, live, logps.dtype, layout),
-        )
-        result = objective.evaluate(config, tokens, layout, extras.normalizer, extras.entropy_normalizer)
+        weight, old = extras.importance_sampling_ratio, old_per_token_logps
+        rewards = advantages if extras.group_size > 0 else None
+        values = None if rewards is not None else _token_values(advantages, live, dtype, layout)
+        sides = [
+            None if old is None else _finite_where_dead(old, live, dtype),
+            None if ref is None else _finite_where_dead(ref, live, dtype),
+            None if weight is None else _token_values(weight, live, dtype, layout),
+        ]
+        arguments = (logits, targets, temperature, config.logit_scale, config.softcap, config.needs_entropy)
+        one_pass = loss_op(config, extras.rows.impl)
+        terms = None
+        if one_pass is not None:
+            source = values if rewards is None else rewards.to(dtype)
+            logps, entropy, row_max, sum_exp, sum_others, *parts, values = one_pass(
+                *arguments, source, extras.group_size, *sides, *objective.term_options(config)
+            )
+            terms = objective.TokenTerms(*parts)
+        else:
+            logps, entropy, _, row_max, sum_exp, sum_others = row_op("row_stats", extras.rows.impl)(*arguments)
+        tokens = objective.TokenInputs(logps, entropy if config.needs_entropy else None, live, values, *sides)
+        result = objective.evaluate(config, tokens, layout, extras.normalizer, extras.entropy_normalizer, terms)
         _save(
             ctx, config, extras.rows,
             (logits, targets, temperature, entropy, row_max, sum_exp, sum_others,
