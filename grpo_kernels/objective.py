@@ -52,7 +52,8 @@ def evaluate(
     """The loss of OBJECTIVES: surrogate, rollout weight, + beta KL, aggregation, - entropy_coef mean entropy."""
     logps, live = tokens.logps, tokens.live
     lengths = layout.sum(live.to(logps.dtype))
-    log_ratio = torch.zeros_like(logps) if tokens.old is None else logps - tokens.old
+    # on-policy nothing is subtracted, and a NaN still shows
+    log_ratio = torch.where(logps == logps, 0.0, logps) if tokens.old is None else logps - tokens.old
     per_sequence = config.importance_sampling_level == "sequence"
     if per_sequence:
         log_ratio = layout.spread(layout.sum(log_ratio) / lengths.clamp(min=1)).expand_as(logps)
