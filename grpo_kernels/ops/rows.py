@@ -43,6 +43,7 @@ class Rows(NamedTuple):
         if self.softcap is not None:
             inside.mul_(self.logit_scale).div_(self.softcap).tanh_().mul_(self.softcap)
             inside.masked_fill_(self.x <= _masked_below(self.x.dtype), -torch.inf)
+            inside.masked_fill_(self.x == torch.inf, torch.nan)  # the cap would make it an ordinary logit
         return capped
 
     def exponents(self, capped: Tensor, row_max: Tensor) -> Tensor:
@@ -95,6 +96,8 @@ def row_stats(
 def _chunk_stats(rows: Rows, dtype: torch.dtype, entropy: bool) -> Tensor:
     capped = rows.capped(dtype)
     row_max, top = _block_max(capped)
+    # a row of nothing but what stands for -inf is no distribution
+    row_max.masked_fill_(row_max <= _masked_below(rows.x.dtype), -torch.inf)
     y = rows.exponents(capped, row_max)
     y_target = y.gather(1, rows.target)
     weights = y.exp()
