@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import objective
-from .backends import loss_op, row_op
+from .backends import loss_op, one_kernel_op, row_op
 from .config import GRPOLossConfig
 from .layout import Layout, make_layout
 from .ops.schema import stats_dtype
@@ -107,9 +107,9 @@ class PerTokenLogpsFunction(torch.autograd.Function):
     """logps = log softmax(z)[target], entropy and lse of each row; see `per_token_logps`.
 
     `apply(logits, targets, mask, temperature, config) -> (logps, entropy | None, lse)`: logits `[B, T, V]` or `[N, V]`,
-    targets and mask of its leading shape (mask may be None), temperature a number, a tensor broadcastable to that shape,
-    or None (config.temperature), config a `GRPOLossConfig` of which softcap, logit_scale and entropy count. Arguments are
-    not checked here: `per_token_logps` checks them, then calls this.
+    targets and mask of its leading shape (mask may be None), temperature a number, a tensor broadcastable to that
+    shape, or None (config.temperature), config a `GRPOLossConfig` of which softcap, logit_scale and entropy count.
+    Arguments are not checked here: `per_token_logps` checks them, then calls this.
     """
 
     @staticmethod
@@ -197,21 +197,28 @@ class GRPOLossFunction(torch.autograd.Function):
         arguments = (logits, targets, temperature, config.logit_scale, config.softcap, config.needs_entropy)
         one_pass = loss_op(config, extras.rows.impl)
         terms = None
+        one_kernel = None
         if one_pass is not None:
             source = values if rewards is None else rewards.to(dtype)
-            logps, entropy, row_max, sum_exp, sum_others, *parts, values = one_pass(
-                *arguments, source, extras.group_size, *sides, *objective.term_options(config)
-            )
+            details = (source, extras.group_size, *sides, *objective.term_options(config))
+            one_kernel = one_kernel_op(logits, extras.rows.impl) if extras.rows.inplace else None
+            if one_kernel is None:
+                stats = one_pass(*arguments, *details)
+            else:
+                weights, scale, entropy_scale = objective.shares(
+                    config, config.needs_entropy, layout, layout.sum(live.to(dtype)), extras.normalizer,
+                    extras.entropy_normalizer,
+                )  # fmt: skip
+                stats = one_kernel(*arguments, *details, weights * scale, entropy_scale)
+            logps, entropy, row_max, sum_exp, sum_others, *parts, values = stats
             terms = objective.TokenTerms(*parts)
         else:
             logps, entropy, _, row_max, sum_exp, sum_others = row_op("row_stats", extras.rows.impl)(*arguments)
         tokens = objective.TokenInputs(logps, entropy if config.needs_entropy else None, live, values, *sides)
         result = objective.evaluate(config, tokens, layout, extras.normalizer, extras.entropy_normalizer, terms)
-        _save(
-            ctx, config, extras.rows,
-            (logits, targets, temperature, entropy, row_max, sum_exp, sum_others,
-             result.coef, result.scale, result.entropy_scale),
-        )  # fmt: skip
+        rows = (logits, targets, temperature, entropy, row_max, sum_exp, sum_others)
+        kept = (*rows, result.coef, result.scale, result.entropy_scale) if one_kernel is None else (logits,)
+        _save(ctx, config, extras.rows, kept)
         if call is None:
             ctx.mark_non_differentiable(logps)
             return result.loss, logps
@@ -232,6 +239,10 @@ class GRPOLossFunction(torch.autograd.Function):
         upstream = grads[0]
         if upstream is None or not ctx.needs_input_grad[0]:
             return (None, *nothing)
+        if len(ctx.saved_tensors) == 1:  # the gradient is there already
+            (logits,) = ctx.saved_tensors
+            row_op("row_scale_", ctx.saved.call.impl)(logits, upstream.to(stats_dtype(logits)))
+            return (logits, *nothing)
         *rows, coef, scale, entropy_scale = ctx.saved_tensors
         grad_entropy = None
         if entropy_scale is not None:

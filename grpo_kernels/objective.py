@@ -72,21 +72,36 @@ def evaluate(
     if config.importance_sampling_level == "sequence":
         slope = layout.spread(layout.sum(torch.where(live, slope, 0.0)) / lengths.clamp(min=1))
 
-    weights = layout.spread(aggregation.sequence_weights(config, lengths))
-    scale = aggregation.denominator(config, lengths, normalizer).reciprocal()
+    weights, scale, entropy_scale = shares(
+        config, tokens.entropy is not None, layout, lengths, normalizer, entropy_normalizer
+    )
     coef = torch.where(live, weights * (slope + terms.own_slope), 0.0)
     loss = torch.where(live, weights * terms.loss, 0.0).sum() * scale
     kl = None if config.beta == 0 else torch.where(live, terms.kl, 0.0)
     metrics = _metrics(config, tokens, layout, lengths, terms.ratio, kl)
     metrics["policy_loss"] = loss
 
-    entropy_scale = None
-    if tokens.entropy is not None and config.entropy_coef != 0:
-        count = lengths.sum().clamp(min=1) if entropy_normalizer is None else entropy_normalizer
-        entropy_scale = -config.entropy_coef / count
+    if tokens.entropy is not None and entropy_scale is not None:
         loss = loss + tokens.entropy.sum() * entropy_scale
     token_loss, ratio = (torch.where(live, values, 0.0) for values in (terms.loss, terms.ratio))
     return Objective(loss, coef, scale, entropy_scale, token_loss, kl, ratio, metrics)
+
+
+def shares(
+    config: GRPOLossConfig,
+    entropy: bool,
+    layout: Layout,
+    lengths: Tensor,
+    normalizer: Tensor | None,
+    entropy_normalizer: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """c_i of every token (broadcastable), 1 / Z, and d loss / d entropy of every live token."""
+    weights = layout.spread(aggregation.sequence_weights(config, lengths))
+    scale = aggregation.denominator(config, lengths, normalizer).reciprocal()
+    if not entropy or config.entropy_coef == 0:
+        return weights, scale, None
+    count = lengths.sum().clamp(min=1) if entropy_normalizer is None else entropy_normalizer
+    return weights, scale, -config.entropy_coef / count
 
 
 def term_options(config: GRPOLossConfig) -> tuple[float, float, float, float, float, bool, str, bool]:

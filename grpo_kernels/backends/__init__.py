@@ -12,12 +12,13 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from .. import ops  # noqa: F401  (registers the ops)
 from ..config import GRPOLossConfig
 from ..ops.schema import NAMESPACE, last_used
 
-__all__ = ["last_used", "loss_op", "report", "resolve", "row_op"]
+__all__ = ["last_used", "loss_op", "one_kernel_op", "report", "resolve", "row_op"]
 
 ENVIRONMENT: Final = "GRPO_KERNELS_BACKEND"
 _IMPLS: Final = ("auto", "triton", "cpp", "torch")
@@ -65,7 +66,9 @@ def _unavailable(name: str, device: torch.device) -> str | None:
         return _too_old(device)
     if device.type == "cpu" and _interpreted():
         return None
-    return f"Triton compiles for GPUs, not for {device.type} (TRITON_INTERPRET=1, set at start, interprets it on the CPU)"
+    return (
+        f"Triton compiles for GPUs, not for {device.type} (TRITON_INTERPRET=1, set at start, interprets it on the CPU)"
+    )
 
 
 @functools.lru_cache
@@ -121,7 +124,17 @@ def row_op(kind: str, impl: str) -> Callable[..., Any]:
 
 
 def loss_op(config: GRPOLossConfig, impl: str) -> Callable[..., Any] | None:
-    """The op that makes statistics and token terms in one pass, where one claims this config; None: the general route."""
+    """The op that makes statistics and token terms in one pass, if one claims this config; None: the general route."""
     if impl != "triton" or config.importance_sampling_level != "token":
         return None
     return row_op("loss_stats", impl)
+
+
+def one_kernel_op(logits: Tensor, impl: str) -> Callable[..., Any] | None:
+    """The op that also leaves the gradient over the logits in the same launch, for a `loss_op`; None: two launches.
+
+    float16 is left out: with 1/Z inside, most of its gradients would flush to zero before a loss scale reaches them.
+    """
+    if impl != "triton" or logits.dtype == torch.float16 or torch.compiler.is_compiling():
+        return None
+    return row_op("loss_grad_", impl)

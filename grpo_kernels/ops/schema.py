@@ -14,9 +14,12 @@ row_stats_* returns, per row (0 at dead rows; float64 for float64 logits, else f
     sum_exp      S = sum exp(y)
     sum_others   R = the same without the target's column: 1 - p of the target is R / S, never 1 - exp(logp)
 
-loss_stats_* are those of a token-level loss in the same pass: (logps, entropy, row_max, sum_exp, sum_others), then per row
-(ratio, loss, slope, own_slope, kl) of `formulas.token_terms` and the advantage. Side inputs are broadcastable to the
-targets, any strides, dtype of the statistics; with group_size > 0 `advantages` are the rewards of consecutive groups, [B].
+loss_stats_* are those of a token-level loss in the same pass: (logps, entropy, row_max, sum_exp, sum_others), then per
+row (ratio, loss, slope, own_slope, kl) of `formulas.token_terms` and the advantage. Side inputs are broadcastable to the
+targets, any strides, dtype of the statistics; with group_size > 0 `advantages` are the rewards of consecutive groups.
+
+loss_grad_*_ does the same and, in the same launch, writes d loss / d logits over the logits: `share` is c_i / Z per
+row, `entropy_scale` d loss / d entropy. row_scale_*_ multiplies them by an upstream gradient later.
 
 row_grad_* gives d/dlogits of `sum(grad_logps * logps + grad_entropy * entropy)` in the logits' dtype; rows whose two
 coefficients are 0 are written as 0 without being read. row_grad_*_ (`_` at the end) writes it over the logits.
@@ -40,11 +43,11 @@ _GRAD = (
     " Tensor sum_exp, Tensor sum_others, Tensor grad_logps, Tensor? grad_entropy)"
 )
 _LOSS = (
-    "(Tensor logits, Tensor targets, Tensor temperature, float logit_scale, float? softcap, bool entropy,"
-    " Tensor advantages, int group_size, Tensor? old, Tensor? ref, Tensor? weight, float lower, float upper, float delta,"
-    " float dual_clip, float beta, bool cispo, str kl, bool corrected)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "Tensor targets, Tensor temperature, float logit_scale, float? softcap, bool entropy,"
+    " Tensor advantages, int group_size, Tensor? old, Tensor? ref, Tensor? weight, float lower, float upper,"
+    " float delta, float dual_clip, float beta, bool cispo, str kl, bool corrected"
 )
+_LOSS_OUT = ") -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 _library = torch.library.Library(NAMESPACE, "DEF")
 _last_used: str | None = None
 
@@ -63,7 +66,9 @@ def implement(
         (f"row_grad_{name}", f"(Tensor logits, {_GRAD} -> Tensor", row_grad, _fake_grad),
         (f"row_grad_{name}_", f"(Tensor(a!) logits, {_GRAD} -> ()", row_grad_, _fake_grad_),
     ):
-        recorded = _recorded(name, kernel) if fake is _fake_stats else kernel  # a backward is part of its forward's call
+        recorded = (
+            _recorded(name, kernel) if fake is _fake_stats else kernel
+        )  # a backward is part of its forward's call
         _define(op, arguments, recorded, fake)
 
 
@@ -73,9 +78,27 @@ def _define(op: str, arguments: str, kernel: Callable[..., Any], fake: Callable[
     torch.library.register_fake(f"{NAMESPACE}::{op}", fake, lib=_library)
 
 
-def implement_loss(name: str, loss_stats: Callable[..., Any]) -> None:
-    """Register a one-pass loss as `loss_stats_NAME`."""
-    _define(f"loss_stats_{name}", _LOSS, _recorded(f"{name} one-pass", loss_stats), _fake_loss)
+def implement_loss(
+    name: str, loss_stats: Callable[..., Any], loss_grad_: Callable[..., Any], row_scale_: Callable[..., None]
+) -> None:
+    """Register a one-pass loss as `loss_stats_NAME`, `loss_grad_NAME_` and `row_scale_NAME_`."""
+    shares = ", Tensor share, Tensor? entropy_scale"
+    for op, arguments, kernel, fake in (
+        (
+            f"loss_stats_{name}",
+            f"(Tensor logits, {_LOSS}{_LOSS_OUT}",
+            _recorded(f"{name} one-pass", loss_stats),
+            _fake_loss,
+        ),
+        (
+            f"loss_grad_{name}_",
+            f"(Tensor(a!) logits, {_LOSS}{shares}{_LOSS_OUT}",
+            _recorded(f"{name} one-kernel", loss_grad_),
+            _fake_loss,
+        ),
+        (f"row_scale_{name}_", "(Tensor(a!) logits, Tensor factor) -> ()", row_scale_, _fake_grad_),
+    ):
+        _define(op, arguments, kernel, fake)
 
 
 def _recorded(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,7 +125,13 @@ def _fake_stats(
 
 
 def _fake_loss(
-    logits: Tensor, targets: Tensor, temperature: Tensor, logit_scale: float, softcap: float | None, entropy: bool, *rest: Any
+    logits: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    logit_scale: float,
+    softcap: float | None,
+    entropy: bool,
+    *rest: Any,
 ) -> tuple[Tensor, ...]:
     stats = _fake_stats(logits, targets, temperature, logit_scale, softcap, entropy)
     return (*stats[:2], *stats[3:], *(torch.empty_like(stats[0]) for _ in range(6)))

@@ -6,5 +6,5 @@ from ...ops import schema
 from . import launch
 
 schema.implement("triton", launch.row_stats, launch.row_grad, launch.row_grad_)
-schema.implement_loss("triton", launch.loss_stats)
+schema.implement_loss("triton", launch.loss_stats, launch.loss_grad_, launch.row_scale_)
 INTERPRETED = launch.INTERPRETED

@@ -28,6 +28,63 @@ def grad_of_block(
 
 
 @triton.jit
+def write_gradient(
+    row, out_row, first, last, target, g, g_entropy, heat, entropy, row_max, total, others,
+    logit_scale: tl.constexpr, softcap: tl.constexpr, masked_below: tl.constexpr, factor: tl.constexpr,
+    ENTROPY: tl.constexpr, SOFTCAP: tl.constexpr, FLOAT: tl.constexpr, BLOCK: tl.constexpr, REVERSE: tl.constexpr,
+    FUSED: tl.constexpr, NVIDIA: tl.constexpr,
+):  # fmt: skip
+    """Columns [first, last) of a row's gradient. Reads and writes them once; without gradient it only writes."""
+    lane = tl.arange(0, BLOCK)
+    count = (last - first) // BLOCK
+    end = first + count * BLOCK
+    inside = end + lane < last
+    needed = g != 0
+    if ENTROPY:
+        needed = needed | (g_entropy != 0)
+    if needed & (target >= 0):
+        slope = (1.0 / heat).to(FLOAT) * factor
+        k = slope * LOG2E
+        m2 = tl.maximum(row_max * k, LOWEST)
+        weight = -g * slope / total
+        entropy_weight = weight
+        mean_gap = weight
+        if ENTROPY:
+            entropy_weight = -g_entropy * slope / total / LOG2E
+            mean_gap = (entropy - tl.log(total)) * LOG2E
+        x_target = tl.load(row + target).to(FLOAT)
+        tl.debug_barrier()  # in place, the sweep overwrites the target's logit
+        if end < last:
+            x = tl.load(row + end + lane, mask=inside, other=0.0).to(FLOAT)
+            grad = grad_of_block(
+                x, k, m2, weight, entropy_weight, mean_gap, logit_scale, softcap, masked_below,
+                ENTROPY, SOFTCAP, FUSED, NVIDIA,
+            )  # fmt: skip
+            tl.store(out_row + end + lane, stored(grad, out_row.dtype.element_ty, FUSED), mask=inside)
+        for step in tl.range(0, count, loop_unroll_factor=2):
+            start = first + (count - 1 - step if REVERSE else step) * BLOCK
+            x = tl.load(row + start + lane).to(FLOAT)
+            grad = grad_of_block(
+                x, k, m2, weight, entropy_weight, mean_gap, logit_scale, softcap, masked_below,
+                ENTROPY, SOFTCAP, FUSED, NVIDIA,
+            )  # fmt: skip
+            tl.store(out_row + start + lane, stored(grad, out_row.dtype.element_ty, FUSED))
+        if (target >= first) & (target < last):
+            tl.debug_barrier()
+            grad = target_grad(
+                x_target, k, m2, g, g_entropy, slope, total, others, mean_gap, logit_scale, softcap, masked_below,
+                ENTROPY, SOFTCAP, FUSED, NVIDIA,
+            )  # fmt: skip
+            tl.store(out_row + target, stored(grad, out_row.dtype.element_ty, FUSED))
+    else:
+        nothing = tl.zeros([BLOCK], out_row.dtype.element_ty)
+        for step in range(0, count):
+            tl.store(out_row + first + step * BLOCK + lane, nothing)
+        if end < last:
+            tl.store(out_row + end + lane, nothing, mask=inside)
+
+
+@triton.jit
 def row_grad_bwd_kernel(
     logits, out, targets, temperature, entropy, row_max, sum_exp, sum_others, grad_logps, grad_entropy,
     T, V, batch_stride, token_stride, out_batch_stride, out_token_stride, temperature_stride,
@@ -35,66 +92,24 @@ def row_grad_bwd_kernel(
     factor: tl.constexpr, ENTROPY: tl.constexpr, SOFTCAP: tl.constexpr, FLOAT: tl.constexpr, LANES: tl.constexpr,
     VEC: tl.constexpr, BLOCKS: tl.constexpr, ALIGNED: tl.constexpr, FUSED: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
-    """This program handles BLOCKS blocks of row n. Reads and writes that part of V; a row without gradient only writes."""
+    """This program handles BLOCKS blocks of row n. Reads and writes that part of V, or only writes zeros."""
     BLOCK: tl.constexpr = LANES * VEC
     n = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * (BLOCKS * BLOCK)
-    last = tl.minimum(first + BLOCKS * BLOCK, V)
-    whole = first + (last - first) // BLOCK * BLOCK
-    row = logits + row_offset(n, T, batch_stride, token_stride, ALIGNED)
-    out_row = out + row_offset(n, T, out_batch_stride, out_token_stride, ALIGNED)
-    lane = tl.arange(0, BLOCK)
-
-    target = tl.load(targets + n).to(tl.int32)
     g = tl.load(grad_logps + n)
-    needed = g != 0
-    g_entropy = g * 0.0
+    g_entropy = g
+    spread = g
     if ENTROPY:
         g_entropy = tl.load(grad_entropy + n)
-        needed = needed | (g_entropy != 0)
-    if needed & (target >= 0):
-        heat = tl.load(temperature + n * temperature_stride)
-        slope = (1.0 / heat).to(FLOAT) * factor
-        k = slope * LOG2E
-        m2 = tl.maximum(tl.load(row_max + n) * k, LOWEST)
-        total = tl.load(sum_exp + n)
-        weight = -g * slope / total
-        entropy_weight = weight
-        mean_gap = weight
-        # in place, the loop overwrites the target's logit
-        x_target = tl.load(row + tl.maximum(target, 0)).to(FLOAT)
-        tl.debug_barrier()
-        if ENTROPY:
-            entropy_weight = -g_entropy * slope / total / LOG2E
-            mean_gap = (tl.load(entropy + n) - tl.log(total)) * LOG2E
-        for start in tl.range(first, whole, BLOCK, loop_unroll_factor=2):
-            x = tl.load(row + start + lane).to(FLOAT)
-            grad = grad_of_block(
-                x, k, m2, weight, entropy_weight, mean_gap, logit_scale, softcap, masked_below,
-                ENTROPY, SOFTCAP, FUSED, NVIDIA,
-            )  # fmt: skip
-            tl.store(out_row + start + lane, stored(grad, out.dtype.element_ty, FUSED))
-        if whole < last:
-            inside = whole + lane < last
-            x = tl.load(row + whole + lane, mask=inside, other=0.0).to(FLOAT)
-            grad = grad_of_block(
-                x, k, m2, weight, entropy_weight, mean_gap, logit_scale, softcap, masked_below,
-                ENTROPY, SOFTCAP, FUSED, NVIDIA,
-            )  # fmt: skip
-            tl.store(out_row + whole + lane, stored(grad, out.dtype.element_ty, FUSED), mask=inside)
-        if (target >= first) & (target < last):
-            tl.debug_barrier()
-            grad = target_grad(
-                x_target, k, m2, g, g_entropy, slope, total, tl.load(sum_others + n), mean_gap, logit_scale, softcap,
-                masked_below, ENTROPY, SOFTCAP, FUSED, NVIDIA,
-            )  # fmt: skip
-            tl.store(out_row + target, stored(grad, out.dtype.element_ty, FUSED))
-    else:
-        for start in range(first, whole, BLOCK):
-            tl.store(out_row + start + lane, tl.zeros([BLOCK], out.dtype.element_ty))
-        if whole < last:
-            inside = whole + lane < last
-            tl.store(out_row + whole + lane, tl.zeros([BLOCK], out.dtype.element_ty), mask=inside)
+        spread = tl.load(entropy + n)
+    write_gradient(
+        logits + row_offset(n, T, batch_stride, token_stride, ALIGNED),
+        out + row_offset(n, T, out_batch_stride, out_token_stride, ALIGNED),
+        first, tl.minimum(first + BLOCKS * BLOCK, V), tl.load(targets + n).to(tl.int32), g, g_entropy,
+        tl.load(temperature + n * temperature_stride), spread, tl.load(row_max + n), tl.load(sum_exp + n),
+        tl.load(sum_others + n), logit_scale, softcap, masked_below, factor,
+        ENTROPY, SOFTCAP, FLOAT, BLOCK, False, FUSED, NVIDIA,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -117,3 +132,16 @@ def target_grad(
         grad = grad - g_entropy * (e_target / total) * ((y + mean_gap) / LOG2E)
     gone = (e_target == 0.0) & (raw <= masked_below)
     return tl.where(gone, 0.0, grad * slope * derivative)
+
+
+@triton.jit
+def scale_kernel(logits, factor, T, V, batch_stride, token_stride, BLOCK: tl.constexpr, FUSED: tl.constexpr):
+    """This program multiplies one block of row n by an upstream gradient; by 1, the usual one, it touches nothing."""
+    by = tl.load(factor)
+    if by != 1.0:
+        n = tl.program_id(0).to(tl.int64)
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        at = logits + row_offset(n, T, batch_stride, token_stride, False) + column
+        x = tl.load(at, mask=column < V, other=0.0).to(by.dtype)
+        # what has no gradient keeps none, whatever comes from above
+        tl.store(at, stored(tl.where(x == 0.0, x, x * by), logits.dtype.element_ty, FUSED), mask=column < V)

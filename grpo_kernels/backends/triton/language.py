@@ -1,8 +1,9 @@
 """What the kernels share: the loss formulas as jitted functions, and exponent arithmetic.
 
 A formula is the Python function of `formulas.py` with `triton.language` in place of its torch shim: one source, two
-compilers. The exponents are base 2, `y = x * k - m2` in one fused multiply-add, where `k = log2(e) * factor / temperature`
-and `m2 = max * k`, rounded: forward and backward round it alike, so a row's terms stay consistent near -1000 too.
+compilers. The exponents are base 2, `y = x * k - m2` in one fused multiply-add, where `k = log2(e) * factor /
+temperature` and `m2 = max * k`, rounded: forward and backward round it alike, so a row's terms stay consistent near
+-1000 too.
 """
 
 import types
@@ -82,7 +83,7 @@ def log1p(r):
 
 @triton.jit
 def soft_cap(x, logit_scale: tl.constexpr, softcap: tl.constexpr, masked_below: tl.constexpr, NVIDIA: tl.constexpr):
-    """softcap * tanh(logit_scale * x / softcap), to softcap * 2^-22; infinities and what stands for -inf stay infinite."""
+    """softcap * tanh(logit_scale * x / softcap), to softcap * 2^-22; infinities and finfo.min survive it."""
     r = reciprocal(1.0 + tl.exp2(x * (2.0 * logit_scale / softcap * LOG2E)), NVIDIA)
     return keep_infinite(softcap - 2.0 * softcap * r, x, masked_below)
 
@@ -99,7 +100,7 @@ def keep_infinite(capped, x, masked_below: tl.constexpr):
 def soft_cap_parts(
     x, logit_scale: tl.constexpr, softcap: tl.constexpr, masked_below: tl.constexpr, NVIDIA: tl.constexpr
 ):  # fmt: skip
-    """soft_cap(x), the same bits, with q and r of its derivative 4 * logit_scale * q * r^2, which a difference would lose."""
+    """soft_cap(x), the same bits, with q and r of its derivative 4 * logit_scale * q * r^2."""
     q = tl.exp2(x * (2.0 * logit_scale / softcap * LOG2E))
     r = reciprocal(1.0 + q, NVIDIA)
     capped = keep_infinite(softcap - 2.0 * softcap * r, x, masked_below)

@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from ...ops.schema import stats_dtype
 from ...advantages import EPS
-from .gradient import row_grad_bwd_kernel
+from ...ops.schema import stats_dtype
+from .gradient import row_grad_bwd_kernel, scale_kernel
 from .loss import grpo_loss_fwd_kernel
 from .statistics import row_stats_fwd_kernel
 
@@ -180,8 +180,9 @@ def loss_stats(
     logits: Tensor, targets: Tensor, temperature: Tensor, logit_scale: float, softcap: float | None, entropy: bool,
     advantages: Tensor, group_size: int, old: Tensor | None, ref: Tensor | None, weight: Tensor | None,
     lower: float, upper: float, delta: float, dual_clip: float, beta: float, cispo: bool, kl: str, corrected: bool,
+    share: Tensor | None = None, entropy_scale: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """See ops/schema.py."""
+    """See ops/schema.py. With `share` the gradient is written over the logits."""
     dtype = stats_dtype(logits)
     outputs = [torch.empty(targets.shape, dtype=dtype, device=logits.device) for _ in range(11)]
     if not entropy:
@@ -192,20 +193,46 @@ def loss_stats(
     length, batch_stride, token_stride = geometry(logits)
     sides = [advantages if value is None else value for value in (advantages, old, ref, weight)]
     strides = [stride for value in sides for stride in side_strides(value, targets, group_size > 0)]
-    scalars = _scalars((lower, upper, delta, dual_clip, beta, EPS), dtype, logits.device)
+    scalars = _scalars((lower, upper, delta, dual_clip, beta, EPS, 0.0), dtype, logits.device)
+    shares = scalars if share is None else share
+    share_strides = (0, 0) if share is None else side_strides(share, targets, False)
+    entropy_scales = scalars[-1:] if entropy_scale is None else entropy_scale.reshape(1)
 
     def run(tile: Tile, target: Target) -> None:
         grpo_loss_fwd_kernel[(targets.numel(),)](
-            logits, flat(targets), heat, *sides, scalars, *outputs,
-            length, logits.shape[-1], batch_stride, token_stride, heat_stride, group_size, *strides,
+            logits, flat(targets), heat, *sides, scalars, shares, entropy_scales, *outputs,
+            length, logits.shape[-1], batch_stride, token_stride, heat_stride, group_size, *strides, *share_strides,
             ON_POLICY=old is None, CISPO=cispo, WEIGHTED=weight is not None, KL=kl, CORRECTED=corrected,
-            GROUP=triton.next_power_of_2(group_size) if group_size else 0,
+            GROUP=triton.next_power_of_2(group_size) if group_size else 0, GRADIENT=share is not None,
             ALIGNED=aligned(logits), PACKED=packed(logits),
             **common_options(logits, target, tile, logit_scale, softcap, entropy),
         )  # fmt: skip
 
     launch(logits, run)
     return tuple(outputs)
+
+
+def loss_grad_(*arguments: Any) -> tuple[Tensor, ...]:
+    """See ops/schema.py."""
+    return loss_stats(*arguments)
+
+
+def row_scale_(logits: Tensor, factor: Tensor) -> None:
+    """See ops/schema.py."""
+    if logits.numel() == 0:
+        return
+    length, batch_stride, token_stride = geometry(logits)
+    rows = logits.numel() // logits.shape[-1]
+
+    def run(tile: Tile, target: Target) -> None:
+        lanes, vector = lanes_and_vector(tile, target, logits.dtype)
+        block = lanes * vector
+        scale_kernel[(rows, triton.cdiv(logits.shape[-1], block))](
+            logits, factor.reshape(1), length, logits.shape[-1], batch_stride, token_stride,
+            BLOCK=block, FUSED=not INTERPRETED, num_warps=tile.warps,
+        )  # fmt: skip
+
+    launch(logits, run)
 
 
 def side_strides(values: Tensor, targets: Tensor, per_group: bool) -> tuple[int, int]:

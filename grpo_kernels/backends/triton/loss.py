@@ -1,8 +1,9 @@
-"""The whole token-level loss in one pass over the logits: statistics, ratio, clip, KL, loss and coefficient of a row."""
+"""The whole token-level loss in one pass over the logits: statistics, ratio, clip, KL, loss and slopes of a row."""
 
 import triton
 import triton.language as tl
 
+from .gradient import write_gradient
 from .language import row_offset, token_terms
 from .statistics import row_statistics
 
@@ -32,18 +33,23 @@ def group_advantage(rewards, sequence, group_size, eps, GROUP: tl.constexpr):
 
 @triton.jit
 def grpo_loss_fwd_kernel(
-    logits, targets, temperature, advantages, old, ref, weight, scalars,
+    logits, targets, temperature, advantages, old, ref, weight, scalars, share, entropy_scale,
     logps, entropy, row_max, sum_exp, sum_others, ratios, losses, slopes, own_slopes, kls, advantages_out,
     T, V, batch_stride, token_stride, temperature_stride, group_size,
     advantages_batch_stride, advantages_token_stride, old_batch_stride, old_token_stride,
     ref_batch_stride, ref_token_stride, weight_batch_stride, weight_token_stride,
+    share_batch_stride, share_token_stride,
     ON_POLICY: tl.constexpr, CISPO: tl.constexpr, WEIGHTED: tl.constexpr, KL: tl.constexpr, CORRECTED: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP: tl.constexpr, GRADIENT: tl.constexpr,
     logit_scale: tl.constexpr, softcap: tl.constexpr, masked_below: tl.constexpr,
     factor: tl.constexpr, ENTROPY: tl.constexpr, SOFTCAP: tl.constexpr, FLOAT: tl.constexpr, LANES: tl.constexpr,
     VEC: tl.constexpr, ALIGNED: tl.constexpr, PACKED: tl.constexpr, FUSED: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
-    """This program handles token row n. Reads V logits and its side inputs; a dead row reads nothing and writes 0."""
+    """This program handles token row n. Reads V logits and its side inputs; a dead row reads nothing and writes 0.
+
+    GRADIENT: `share`, c_i / Z, is known, so a second sweep, in reverse since the end is still in the cache, writes
+    d loss / d logits over the logits.
+    """
     n = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + n).to(tl.int32)
     if target < 0:
@@ -59,6 +65,14 @@ def grpo_loss_fwd_kernel(
         tl.store(own_slopes + n, 0.0)
         tl.store(kls + n, 0.0)
         tl.store(advantages_out + n, 0.0)
+        if GRADIENT:
+            nothing = tl.load(scalars) * 0.0
+            write_gradient(
+                logits + row_offset(n, T, batch_stride, token_stride, ALIGNED),
+                logits + row_offset(n, T, batch_stride, token_stride, ALIGNED), 0, V, target, nothing, nothing,
+                nothing, nothing, nothing, nothing, nothing, logit_scale, softcap, masked_below, factor,
+                ENTROPY, SOFTCAP, FLOAT, LANES * VEC, True, FUSED, NVIDIA,
+            )  # fmt: skip
     else:
         row = logits + row_offset(n, T, batch_stride, token_stride, ALIGNED)
         heat = tl.load(temperature + n * temperature_stride)
@@ -83,14 +97,14 @@ def grpo_loss_fwd_kernel(
         if not ON_POLICY:
             log_ratio = logp - tl.load(old + sequence * old_batch_stride + token * old_token_stride)
         ratio = tl.exp(log_ratio)
-        share = ratio
+        rollout = ratio
         if WEIGHTED:
-            share = tl.load(weight + sequence * weight_batch_stride + token * weight_token_stride)
+            rollout = tl.load(weight + sequence * weight_batch_stride + token * weight_token_stride)
         anchor = logp
         if KL != "none":
             anchor = tl.load(ref + sequence * ref_batch_stride + token * ref_token_stride)
         loss, slope, own_slope, kl = token_terms(
-            ratio, advantage, logp, share, anchor, tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2),
+            ratio, advantage, logp, rollout, anchor, tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2),
             tl.load(scalars + 3), tl.load(scalars + 4), CISPO, WEIGHTED, KL, CORRECTED,
         )  # fmt: skip
         tl.store(ratios + n, ratio)
@@ -99,3 +113,15 @@ def grpo_loss_fwd_kernel(
         tl.store(own_slopes + n, own_slope)
         tl.store(kls + n, kl)
         tl.store(advantages_out + n, advantage)
+        if GRADIENT:
+            tl.debug_barrier()  # every lane has read its logits
+            part = tl.load(share + sequence * share_batch_stride + token * share_token_stride)
+            coef = (slope + own_slope) * part
+            entropy_coef = coef
+            if ENTROPY:
+                entropy_coef = tl.load(entropy_scale)
+            write_gradient(
+                row, row, 0, V, target, coef, entropy_coef, heat, spread, top, total, others,
+                logit_scale, softcap, masked_below, factor,
+                ENTROPY, SOFTCAP, FLOAT, LANES * VEC, True, FUSED, NVIDIA,
+            )  # fmt: skip
