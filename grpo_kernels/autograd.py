@@ -187,8 +187,8 @@ class GRPOLossFunction(torch.autograd.Function):
         dtype = stats_dtype(logits)
         ref = ref_per_token_logps if config.beta != 0 else None
         weight, old = extras.importance_sampling_ratio, old_per_token_logps
-        rewards = advantages if extras.group_size > 0 else None
-        values = None if rewards is not None else _token_values(advantages, live, dtype, layout)
+        grouped = extras.group_size > 0  # then they are rewards, and the kernel makes the advantages
+        values = advantages.to(dtype) if grouped else _token_values(advantages, live, dtype, layout)
         sides = [
             None if old is None else _finite_where_dead(old, live, dtype),
             None if ref is None else _finite_where_dead(ref, live, dtype),
@@ -199,8 +199,7 @@ class GRPOLossFunction(torch.autograd.Function):
         terms = None
         one_kernel = None
         if one_pass is not None:
-            source = values if rewards is None else rewards.to(dtype)
-            details = (source, extras.group_size, *sides, *objective.term_options(config))
+            details = (values, extras.group_size, *sides, *objective.term_options(config))
             one_kernel = one_kernel_op(logits, extras.rows.impl) if extras.rows.inplace else None
             if one_kernel is None:
                 stats = one_pass(*arguments, *details)

@@ -15,8 +15,8 @@ row_stats_* returns, per row (0 at dead rows; float64 for float64 logits, else f
     sum_others   R = the same without the target's column: 1 - p of the target is R / S, never 1 - exp(logp)
 
 loss_stats_* are those of a token-level loss in the same pass: (logps, entropy, row_max, sum_exp, sum_others), then per
-row (ratio, loss, slope, own_slope, kl) of `formulas.token_terms` and the advantage. Side inputs are broadcastable to the
-targets, any strides, dtype of the statistics; with group_size > 0 `advantages` are the rewards of consecutive groups.
+row (ratio, loss, slope, own_slope, kl) of `formulas.token_terms` and the advantage. Side inputs are broadcastable to
+the targets, any strides, dtype of the statistics; with group_size > 0 `advantages` are rewards of consecutive groups.
 
 loss_grad_*_ does the same and, in the same launch, writes d loss / d logits over the logits: `share` is c_i / Z per
 row, `entropy_scale` d loss / d entropy. row_scale_*_ multiplies them by an upstream gradient later.

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +41,7 @@ TILES: dict[str, Tile] = {
     "sm_120": Tile(warps=4, blocks=8),
     "gfx942": Tile(warps=4, blocks=8),
 }
-_SMALLEST = Tile(warps=1, blocks=4)
+SMALLEST = Tile(warps=1, blocks=4)
 
 
 class Target(NamedTuple):
@@ -66,6 +66,8 @@ def device_target(index: int) -> Target:
 
 def target_of(logits: Tensor) -> Target:
     """The launch target of a tensor's device; the interpreter has few lanes where rows are short, to have blocks."""
+    if _assumed is not None:
+        return _assumed
     if INTERPRETED:
         return Target("sm_90", 2 if logits.shape[-1] <= 1024 else 256, False)
     if logits.device.type == "xpu":
@@ -145,11 +147,26 @@ def launch(logits: Tensor, run: Callable[[Tile, Target], Any]) -> None:
             run(_fitting.get(target.name, TILES[target.name]), target)
         except OutOfResources as error:
             _log.warning("%s: %s; using a smaller tile from now on", target.name, error)
-            _fitting[target.name] = _SMALLEST
-            run(_SMALLEST, target)
+            _fitting[target.name] = SMALLEST
+            run(SMALLEST, target)
 
 
 _fitting: dict[str, Tile] = {}
+_assumed: Target | None = None
+
+
+@contextlib.contextmanager
+def assuming(target: Target, tile: Tile) -> Iterator[None]:
+    """Launch as on this target and with this tile, whatever the device: for compiling where there is none."""
+    global _assumed  # noqa: PLW0603
+    before = _assumed, _fitting.copy()
+    _assumed, _fitting[target.name] = target, tile
+    try:
+        yield
+    finally:
+        _assumed = before[0]
+        _fitting.clear()
+        _fitting.update(before[1])
 
 
 def row_stats(
