@@ -14,6 +14,10 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, data
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores
+    torch.set_num_threads(1)
+
+
 def has_accelerator() -> bool:
     return torch.cuda.is_available() or torch.xpu.is_available()
 
