@@ -23,8 +23,8 @@ $(INSTALLED): pyproject.toml constraints.txt $(wildcard setup.py)
 demo: $(INSTALLED)  ## train a small model on the spot and show that it improves; ARGS="--seed 1" passes options on
 	$(BIN)/grpo-kernels train $(ARGS)
 
-test: $(INSTALLED)  ## run the tests; ARGS="-k name" passes options on
-	$(BIN)/python -m pytest $(ARGS)
+test: $(INSTALLED)  ## run the tests, two at a time; ARGS="-k name" passes options on
+	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 lint: $(INSTALLED)  ## ruff: rules and format
 	$(BIN)/ruff check .

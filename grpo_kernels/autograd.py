@@ -8,11 +8,10 @@ and keeps such uses right by itself, so nothing is marked there.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import objective
 from .backends import loss_op, one_kernel_op, row_op
@@ -82,11 +81,38 @@ def _row_gradient(ctx: Any, grad_logps: Tensor, grad_entropy: Tensor | None, row
         logits, targets, temperature, saved.logit_scale, saved.softcap, entropy, row_max, sum_exp, sum_others,
         grad_logps, grad_entropy,
     )  # fmt: skip
-    if not saved.call.inplace:
-        grad: Tensor = row_op("row_grad", saved.call.impl)(*arguments)
-        return grad
-    row_op("row_grad_", saved.call.impl)(*arguments)
-    return logits
+    with torch.no_grad():
+        if not saved.call.inplace:
+            grad: Tensor = row_op("row_grad", saved.call.impl)(*arguments)
+            return grad
+        row_op("row_grad_", saved.call.impl)(*arguments)
+        return logits
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    """Passes a gradient on and refuses to be differentiated.
+
+    torch's `once_differentiable` does so only where the upstream gradient itself requires grad: a gradient penalty
+    would silently lose this term.
+    """
+
+    @staticmethod
+    def forward(_ctx: Any, grad: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(_ctx: Any, *_grads: Tensor) -> NoReturn:
+        raise RuntimeError(
+            "grpo_kernels: double backward is not supported: its operations are differentiable once. "
+            "Use grpo_kernels.reference where you need second derivatives."
+        )
+
+
+def _gradients(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    """What backward returns: the gradient of the logits, and none for the other arguments."""
+    if grad is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        grad = _OnceDifferentiable.apply(grad.detach().requires_grad_())  # type: ignore[no-untyped-call]
+    return (grad, *(None,) * (len(ctx.needs_input_grad) - 1))
 
 
 def _refuse_misuse(ctx: Any, name: str, grad_of_logits: Tensor | None) -> None:
@@ -137,18 +163,16 @@ class PerTokenLogpsFunction(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """One row gradient."""
-        nothing = (None,) * (len(ctx.needs_input_grad) - 1)
         grad_logps, grad_entropy = grads[:2]
         _refuse_misuse(ctx, "per_token_logps", grads[3] if len(grads) > 3 else None)
         if not ctx.needs_input_grad[0] or (grad_logps is None and grad_entropy is None):
-            return (None, *nothing)
+            return _gradients(ctx, None)
         rows = ctx.saved_tensors
         if grad_logps is None:
             grad_logps = torch.zeros_like(rows[4])
-        return (_row_gradient(ctx, grad_logps, grad_entropy, rows), *nothing)
+        return _gradients(ctx, _row_gradient(ctx, grad_logps, grad_entropy, rows))
 
 
 class GRPOLossFunction(torch.autograd.Function):
@@ -230,25 +254,24 @@ class GRPOLossFunction(torch.autograd.Function):
         return (result.loss, *detached, None)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """One row gradient; 1/Z joins the upstream scale here, so that small coefficients keep their digits."""
-        nothing = (None,) * (len(ctx.needs_input_grad) - 1)
         _refuse_misuse(ctx, "grpo_loss", grads[7] if len(grads) > 7 else None)
         upstream = grads[0]
         if upstream is None or not ctx.needs_input_grad[0]:
-            return (None, *nothing)
+            return _gradients(ctx, None)
         if len(ctx.saved_tensors) == 1:  # the gradient is there already
             (logits,) = ctx.saved_tensors
-            row_op("row_scale_", ctx.saved.call.impl)(logits, upstream.to(stats_dtype(logits)))
-            return (logits, *nothing)
+            with torch.no_grad():
+                row_op("row_scale_", ctx.saved.call.impl)(logits, upstream.to(stats_dtype(logits)))
+            return _gradients(ctx, logits)
         *rows, coef, scale, entropy_scale = ctx.saved_tensors
         grad_entropy = None
         if entropy_scale is not None:
             live = rows[1] >= 0
             grad_entropy = torch.where(live, entropy_scale * upstream, 0.0)
         grad_logps = torch.where(coef == 0, 0.0, coef * (scale * upstream))
-        return (_row_gradient(ctx, grad_logps, grad_entropy, tuple(rows)), *nothing)
+        return _gradients(ctx, _row_gradient(ctx, grad_logps, grad_entropy, tuple(rows)))
 
 
 def _token_values(values: Tensor, live: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:

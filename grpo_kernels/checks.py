@@ -132,10 +132,8 @@ def check_sequence_or_token(
     return value
 
 
-def check_temperature(
-    function: str, temperature: object, ids: Tensor, num_sequences: int | None, live: Tensor | None
-) -> Tensor | float:
-    """A number, a 0-d tensor, `[B, 1]`, or one per token; > 0 (where live)."""
+def check_temperature(function: str, temperature: object, ids: Tensor, num_sequences: int | None) -> Tensor | float:
+    """A number > 0, a 0-d tensor, `[B, 1]`, or one per token."""
     if not isinstance(temperature, Tensor):
         return check_positive(function, "temperature", temperature)
     check_tensor(function, "temperature", temperature, (*FLOATS, *_IDS), "numbers")
@@ -146,14 +144,17 @@ def check_temperature(
         wanted = "must be a number, a 0-d tensor, [B, 1] or one per token"
         advice = "A [B] tensor could mean two things: pass temperature[:, None] for one per sequence."
         raise ValueError(complain(function, "temperature", wanted, f"shape {shape_of(temperature)}", advice))
-    if reads_data(temperature):
-        bad = ~((temperature > 0) & torch.isfinite(temperature))
-        if live is not None and temperature.shape == live.shape:
-            bad = bad & live.to(bad.device)
-        if bool(bad.any()):
-            value = temperature[bad].reshape(-1)[0].item()
-            raise ValueError(complain(function, "temperature", "must be finite and > 0", value, "Use the sampler's."))
     return temperature
+
+
+def check_temperature_values(function: str, temperature: Tensor) -> None:
+    """Finite and > 0 throughout."""
+    if not reads_data(temperature):
+        return
+    bad = ~((temperature > 0) & torch.isfinite(temperature))
+    if bool(bad.any()):
+        value = temperature[bad].reshape(-1)[0].item()
+        raise ValueError(complain(function, "temperature", "must be finite and > 0", value, "Use the sampler's."))
 
 
 def check_positive(function: str, argument: str, value: object) -> float:

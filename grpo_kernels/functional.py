@@ -12,6 +12,7 @@ from . import aggregation, backends, checks, objective
 from .advantages import EPS, group_advantages
 from .autograd import GRPOLossFunction, LossCall, PerTokenLogpsFunction, RowCall, live_rows
 from .config import GRPOLossConfig
+from .layout import make_layout
 from .ops.schema import stats_dtype
 from .outputs import GRPOLossOutput, LogpsOutput, PerToken
 
@@ -71,7 +72,7 @@ def per_token_logps(
     )
     checks.check_ids_below(name, "targets", targets, mask, logits.shape[-1])
     live = live_rows(targets, mask, logits.shape[-1])
-    heat = _temperature(name, temperature, logits, targets, targets.shape[0] if targets.ndim == 2 else None, live)
+    heat = _temperature(name, temperature, logits, targets, None, live)
     call = RowCall(backends.resolve(name, impl, logits.device), checks.check_inplace(name, logits, inplace))
     logps, entropies, lse = PerTokenLogpsFunction.apply(  # type: ignore[no-untyped-call]
         logits, targets, _detached(mask), heat, config, call
@@ -171,15 +172,15 @@ def grpo_loss(
         {"completion_mask": mask, "cu_seqlens": cu_seqlens, "old_per_token_logps": old, "ref_per_token_logps": ref,
          "importance_sampling_ratio": weight, "advantages": advantages, "rewards": rewards},
     )  # fmt: skip
-    checks.check_ids_below(name, "completion_ids", ids, mask, logits.shape[-1])
-    live = live_rows(ids, mask, logits.shape[-1])
+    inside = mask
     if cu_seqlens is not None and checks.reads_data(cu_seqlens):
-        live = live & (torch.arange(ids.shape[0], device=ids.device) < cu_seqlens[-1])
+        inside = torch.arange(ids.shape[0], device=ids.device) < cu_seqlens[-1]
+        inside = inside if mask is None else inside & (mask != 0)
+    checks.check_ids_below(name, "completion_ids", ids, inside, logits.shape[-1])
+    live = live_rows(ids, inside, logits.shape[-1])
     checks.check_live_finite(name, "old_per_token_logps", old, live)
     checks.check_live_finite(name, "ref_per_token_logps", ref if config.beta != 0 else None, live)
-    heat = _temperature(
-        name, config.temperature if temperature is None else temperature, logits, ids, num_sequences, live
-    )
+    heat = _temperature(name, config.temperature if temperature is None else temperature, logits, ids, cu_seqlens, live)
     scale = _scalar(checks.check_normalizer(name, "normalizer", normalizer), logits)
     entropy_scale = _scalar(checks.check_normalizer(name, "entropy_normalizer", entropy_normalizer), logits)
     if scale is None:
@@ -231,16 +232,21 @@ def _check_source(
 
 
 def _temperature(
-    function: str, temperature: object, logits: Tensor, ids: Tensor, num_sequences: int | None, live: Tensor
+    function: str, temperature: object, logits: Tensor, ids: Tensor, cu_seqlens: Tensor | None, live: Tensor
 ) -> Tensor:
-    value = checks.check_temperature(function, temperature, ids, num_sequences, live)
+    """The temperature as a tensor; what it holds at a dead token, or for a dead sequence, is never used."""
+    layout = None if ids.ndim == 1 and cu_seqlens is None else make_layout(ids.shape, cu_seqlens)
+    value = checks.check_temperature(function, temperature, ids, None if layout is None else layout.num_sequences)
     if not isinstance(value, Tensor):
         return torch.full((), value, dtype=stats_dtype(logits), device=logits.device)
     if value.ndim > 0:
         checks.check_device(function, "logits", logits.device, {"temperature": value})
     value = value.detach().to(dtype=stats_dtype(logits), device=logits.device)
-    if value.shape == ids.shape:  # a dead token's temperature is never used
+    if value.shape == ids.shape:
         value = torch.where(live, value, 1.0)
+    elif value.ndim == 2 and layout is not None:
+        value = torch.where(layout.sum(live.to(value.dtype)).unsqueeze(1) > 0, value, 1.0)
+    checks.check_temperature_values(function, value)
     return value
 
 

@@ -18,6 +18,10 @@ import pytest
 import torch
 
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores
+    torch.set_num_threads(1)
+
+
 def has_accelerator() -> bool:
     return torch.cuda.is_available() or torch.xpu.is_available()
 

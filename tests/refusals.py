@@ -1,4 +1,4 @@
-"""Bad input is refused in words, before any work on the logits, and leaves every input as it was.
+"""One refusal, checked whole: its type and text, that nothing was computed from the logits, that no input changed.
 
 Text: `<function>: <argument> <requirement>, got <value>. <what to do>`.
 """

@@ -1,4 +1,4 @@
-"""Group-relative advantages, before the loss and in it (cases 32 to 34)."""
+"""Group-relative advantages, before the loss and in it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ import grpo_kernels as gk
 NAN = math.nan
 
 
-# Cases 32 to 34: advantages
+# Advantages
 
 
 def advantages(rewards: Any, **kwargs: Any) -> Any:
@@ -108,6 +108,11 @@ def test_a_large_offset_loses_nothing() -> None:
     """Two passes: rewards 1e6 + {0, 1, 2, 3} have the advantages of {0, 1, 2, 3}."""
     offset = advantages([1e6, 1e6 + 1, 1e6 + 2, 1e6 + 3])
     np.testing.assert_allclose(offset.numpy(), advantages([0.0, 1.0, 2.0, 3.0]).numpy(), rtol=1e-6)
+    steps = np.array([0.0, 1.0, 0.0, 2.0, 0.0, 1.0, 2.0])  # their mean, 6 / 7, is no float32 at 1e7
+    for groups in ({}, {"group_ids": torch.tensor([4] * 7)}):
+        for scale in ("group", "batch", "none"):
+            far, near = (advantages((x + steps).astype(np.float32), scale=scale, **groups) for x in (1e7, 0.0))
+            np.testing.assert_allclose(far.numpy(), near.numpy(), rtol=1e-5, atol=1e-6)
 
 
 def test_groups_without_a_scored_reward_are_zero() -> None:

@@ -1,4 +1,4 @@
-"""A row's numbers are its own, whatever it is scored with (case 9)."""
+"""A row's numbers are its own, whatever it is scored with."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tolerance import as_array
 NAN = math.nan
 
 
-# Case 9: a row's numbers are its own
+# A row's numbers are its own
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

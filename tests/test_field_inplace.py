@@ -1,4 +1,4 @@
-"""In-place mode (case 40): the same gradient in the logits' own storage, and every later use caught."""
+"""In-place mode: the same gradient in the logits' own storage, and every later use caught."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from support import (
     make_batch,
     normal_rows,
     poisoned,
+    run,
     same_bits,
     setting,
     tensor,
@@ -31,7 +32,7 @@ NAN = math.nan
 FULL = full_options()
 
 
-# Case 40: in place
+# In place
 
 
 def inplace_setting(
@@ -72,6 +73,25 @@ def test_inplace_log_probs_give_the_default_gradient(dtype: torch.dtype) -> None
         (out.logps.sum() + 0.3 * out.entropy.sum()).backward()
         gradients.append(leaf.grad)
     assert same_bits(gradients[0], gradients[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "cispo"])
+def test_inplace_in_storage_of_another_order(dtype: torch.dtype, loss_type: str) -> None:
+    """An operation on a transposed tensor keeps its strides: no view, and yet not contiguous."""
+    batch = make_batch(seed=41, dtype=dtype)
+    opt = full_options(loss_type)
+    expected = run(batch, opt, dtype)
+    leaf = tensor(batch.logits, dtype).transpose(0, 1).contiguous().requires_grad_()
+    hidden = leaf.transpose(0, 1) * 1.0
+    assert not hidden.is_contiguous()
+    assert not hidden._is_view()
+    with poisoned():
+        out = gk.grpo_loss(hidden, tensor(batch.ids), config=config_of(opt), inplace=True, **loss_inputs(batch, dtype))
+        out.loss.backward()
+    assert leaf.grad is not None
+    assert same_bits(out.loss, expected.loss)
+    assert same_bits(leaf.grad.transpose(0, 1), expected.grad)
 
 
 @pytest.mark.parametrize("scale", [3.0, -0.5, 0.0])

@@ -1,4 +1,4 @@
-"""Accuracy where the vocabulary is large or the target nearly certain (cases 11 and 14)."""
+"""Accuracy where the vocabulary is large or the target nearly certain."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support import (
 )
 from tolerance import as_array
 
-# Cases 11 and 14: large vocabularies
+# Large vocabularies
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -87,3 +87,15 @@ def test_small_entropy_keeps_its_digits(offset: float) -> None:
     out = score(logits, [[3]])
     assert 1e-5 < float(truth.entropy[0]) < 1e-3
     assert out.entropy.item() == pytest.approx(float(truth.entropy[0]), rel=1e-5)
+
+
+@pytest.mark.parametrize("offset", [0.0, -1000.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_entropy_gradient_of_a_nearly_certain_row_keeps_its_digits(dtype: torch.dtype, offset: float) -> None:
+    """H near 1e-6 with 1 - p = 6e-8: `log p` of the leader is all rounding unless it is made from what is left over."""
+    logits = torch.full((1, 1, 1025), offset - 23.5, dtype=dtype)
+    logits[0, 0, 1000] = offset
+    truth = truth_of(logits, torch.tensor([[1000]]), np.longdouble)
+    logits.requires_grad_()
+    score(logits, [[1000]]).entropy.sum().backward()
+    np.testing.assert_allclose(as_array(logits.grad)[0, 0], truth.dentropy[0].astype(float), rtol=0.01)

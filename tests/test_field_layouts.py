@@ -1,4 +1,4 @@
-"""One batch in every layout: kinds, strides, views, holes (case 17) and packing (case 21) change nothing."""
+"""One batch in every layout: kinds, strides, views, holes and packing change nothing."""
 
 from __future__ import annotations
 
@@ -133,7 +133,21 @@ def test_logits_may_be_a_view(view: str) -> None:
     assert (base.grad[outside] == 0).all()
 
 
-# Case 17: holes
+def test_expanded_logits_are_read_as_they_are() -> None:
+    """Stride 0 over the batch: every sequence scored by the same rows, gradients summed by autograd."""
+    rows, ids = normal_rows(5, 9), torch.arange(15).reshape(3, 5) % 9
+    shared, separate = rows.clone().requires_grad_(), rows.expand(3, 5, 9).clone().requires_grad_()
+    advantages = torch.tensor([1.0, -0.5, 0.25])
+    a = gk.grpo_loss(shared.expand(3, 5, 9), ids, advantages=advantages)
+    b = gk.grpo_loss(separate, ids, advantages=advantages)
+    a.loss.backward()
+    b.loss.backward()
+    assert shared.grad is not None and separate.grad is not None
+    assert same_bits(a.loss, b.loss)
+    torch.testing.assert_close(shared.grad, separate.grad.sum(0))
+
+
+# Holes
 
 
 @pytest.mark.parametrize(("loss_type", "level"), OBJECTIVES)
@@ -183,7 +197,7 @@ def test_the_row_denominator_counts_live_tokens() -> None:
     np.testing.assert_allclose(logits.grad[0, :, 0].numpy(), -0.75 / 4 * np.array([1, 1, 0, 0, 1, 1]), rtol=1e-6)
 
 
-# Case 21: packing
+# Packing
 
 
 @pytest.mark.parametrize(("loss_type", "level"), OBJECTIVES)

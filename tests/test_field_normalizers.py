@@ -1,4 +1,4 @@
-"""How the batch is divided: micro-batches, ranks, constants (cases 23, 25, 27)."""
+"""How the batch is divided: micro-batches, ranks, constants."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import grpo_kernels as gk
 NAN = math.nan
 
 
-# Cases 23 and 25: how the batch is split
+# How the batch is split
 
 
 def lengths_2_4(rows: slice, normalizer: Any, loss_type: str = "dapo", **options: Any) -> float:
@@ -95,7 +95,7 @@ def test_bnpo_and_unnormalised_dapo_depend_on_the_split() -> None:
         assert lengths_2_4(slice(0, 2), None, name) == pytest.approx(1 / 3, rel=1e-6)
 
 
-# Case 27: dr_grpo's constant
+# Dr_grpo's constant
 
 
 def test_dr_grpo_divides_by_rows_times_the_maximum_length() -> None:

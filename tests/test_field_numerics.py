@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies that public kernels got wrong (cases 1, 2, 4, 13), each with its kind.
+"""Log-probabilities and entropies that public kernels got wrong, each with its kind.
 
 The truth is the NumPy oracle or hand arithmetic on the inputs as they were rounded; memory is poisoned.
 """
@@ -34,7 +34,7 @@ INF, NAN = math.inf, math.nan
 WIDE = [1, 2, 3, 255, 257, 1023, 1025, 4097, 32001, 50257, 129920, 151665, 151936, 248320]
 
 
-# Case 1: columns beyond the vocabulary
+# Columns beyond the vocabulary
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -111,7 +111,7 @@ def test_row_gradients_are_inside_the_error_budget(dtype: torch.dtype, vocab: in
     assert_within_budget(ours[0], ref[0], expected, dtype, compute=result_dtype(dtype), floor=floor, name="dlogits")
 
 
-# Case 2: intermediates in the input's 16 bits
+# Intermediates in the input's 16 bits
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -145,7 +145,7 @@ def test_results_are_float32_or_float64(dtype: torch.dtype) -> None:
         assert value.dim() == 0 and not value.requires_grad, name
 
 
-# Case 4: minus infinity
+# Minus infinity
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -216,17 +216,20 @@ def test_the_extremes_of_float16() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bad", ["all -inf", "+inf", "nan"])
-def test_a_bad_live_row_is_nan_alone(dtype: torch.dtype, bad: str) -> None:
+@pytest.mark.parametrize("bad", ["all -inf", "+inf", "nan", "+inf target"])
+@pytest.mark.parametrize(
+    "transform", [{}, {"softcap": 5.0, "logit_scale": 0.5, "temperature": 0.6}], ids=["plain", "capped"]
+)
+def test_a_bad_live_row_is_nan_alone(dtype: torch.dtype, bad: str, transform: dict[str, Any]) -> None:
     logits = normal(5, 301, dtype, std=2.0)
     ids = torch.tensor([[3, 300, 17, 0, 9]])
     clean_in, spoilt_in = logits.clone().requires_grad_(), logits.clone()
     if bad == "all -inf":
         spoilt_in[0, 2] = -INF
     else:
-        spoilt_in[0, 2, 40] = INF if bad == "+inf" else NAN
+        spoilt_in[0, 2, 17 if bad.endswith("target") else 40] = NAN if bad == "nan" else INF
     spoilt_in.requires_grad_()
-    clean, spoilt = score(clean_in, ids), score(spoilt_in, ids)
+    clean, spoilt = score(clean_in, ids, **transform), score(spoilt_in, ids, **transform)
     others = torch.tensor([0, 1, 3, 4])
     for name in ("logps", "entropy", "lse"):
         a, b = getattr(spoilt, name), getattr(clean, name)
@@ -269,7 +272,7 @@ def test_a_target_that_was_removed_is_impossible(dtype: torch.dtype) -> None:
     np.testing.assert_allclose(gradient[[0, 2, 3]], -p, rtol=torch.finfo(dtype).eps * 2)
 
 
-# Case 13: float16 at its edge
+# Float16 at its edge
 
 
 def test_float16_near_its_largest_number_stays_finite() -> None:

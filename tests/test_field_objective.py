@@ -1,4 +1,4 @@
-"""Objectives that public losses got wrong (cases 22, 27 to 31), and the sweep over every option against the oracle."""
+"""Objectives that public losses got wrong, and the sweep over every option against the oracle."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_an_integer_normalizer_is_a_number() -> None:
         assert_same_run(run(batch, opt, normalizer=value), expected, repr(value))
 
 
-# Case 22: the sampler's weight and the order of KL
+# The sampler's weight and the order of KL
 
 
 @pytest.mark.parametrize(("loss_type", "level"), OBJECTIVES)
@@ -179,7 +179,7 @@ def test_the_weight_does_not_scale_the_kl(loss_type: str) -> None:
     assert out.loss.item() == pytest.approx(0.0048721, abs=1e-7)
 
 
-# Case 28: cispo
+# Cispo
 
 
 def two_tokens(cap: float) -> Any:
@@ -243,7 +243,7 @@ def test_a_cispo_cap_of_one_or_more_does_not_warn() -> None:
             two_tokens(cap)
 
 
-# Case 29: clip, delta, dual clip
+# Clip, delta, dual clip
 
 
 def one_ratio(
@@ -321,7 +321,7 @@ def test_a_ratio_on_the_clip_bound_keeps_its_whole_gradient(level: str, advantag
         assert logits.grad[0, 0, 0].item() == pytest.approx(-0.75 * advantage, rel=1e-12)
 
 
-# Cases 30 and 31: zero loss and zero clip ratio on-policy
+# Zero loss and zero clip ratio on-policy
 
 
 @pytest.mark.parametrize(("loss_type", "level"), [x for x in OBJECTIVES if x[0] != "cispo"])

@@ -1,4 +1,4 @@
-"""Exponentials that overflow where nobody looks (cases 5 and 6): the branch not taken, the reference far away."""
+"""Exponentials that overflow where nobody looks: the branch not taken, the reference far away."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ INF, NAN = math.inf, math.nan
 CLIPPED = [name for name in LOSS_TYPES if name != "cispo"]
 
 
-# Case 5: overflow in the branch that is not taken
+# Overflow in the branch that is not taken
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -97,7 +97,7 @@ def test_an_overflowing_row_leaves_the_others_alone(loss_type: str, advantage: f
         assert (logits.grad[:, 1] == 0).all()
 
 
-# Case 6: KL far away
+# KL far away
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -161,3 +161,62 @@ def test_an_overflowing_kl_leaves_other_rows_alone(loss_type: str, bias: bool) -
     rows = torch.ones(batch.ids.shape, dtype=torch.bool)
     rows[2, 0] = False
     assert same_bits(spoilt.grad[rows], clean.grad[rows])
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", CLIPPED)
+def test_a_weight_of_zero_removes_an_overflowing_token(loss_type: str, level: str) -> None:
+    """Token masks of rollout corrections are weights of 0: 0 * inf must not become NaN."""
+    logits = uniform(1, 1).requires_grad_()
+    config = gk.GRPOLossConfig(loss_type=loss_type, importance_sampling_level=level, max_completion_length=1)
+    out = gk.grpo_loss(
+        logits,
+        torch.tensor([[2]]),
+        config=config,
+        advantages=torch.tensor([-1.0]),
+        old_per_token_logps=torch.tensor([[-200.0]]),
+        importance_sampling_ratio=torch.zeros(1, 1),
+    )
+    out.loss.backward()
+    assert out.loss.item() == 0.0
+    assert logits.grad is not None and logits.grad.flatten().tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_a_ratio_of_zero_removes_an_overflowing_corrected_kl(loss_type: str) -> None:
+    """r = exp(-1e4) is 0 and k3 = exp(1e4) is inf: their product is selected, not multiplied."""
+    logits = uniform(1, 1).requires_grad_()
+    config = gk.GRPOLossConfig(
+        loss_type=loss_type, beta=0.1, use_bias_correction_kl=True, max_completion_length=1, epsilon_high=2.0
+    )
+    out = gk.grpo_loss(
+        logits,
+        torch.tensor([[2]]),
+        config=config,
+        advantages=torch.zeros(1),
+        old_per_token_logps=torch.tensor([[1e4]]),
+        ref_per_token_logps=torch.tensor([[1e4]]),
+    )
+    out.loss.backward()
+    assert out.loss.item() == 0.0 and out.metrics["kl"].item() == 0.0
+    assert logits.grad is not None and logits.grad.flatten().tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("on_policy", [True, False])
+def test_a_zero_advantage_silences_an_impossible_token(loss_type: str, on_policy: bool) -> None:
+    """logp = -inf with A = 0: -A p is 0 * inf."""
+    logits = torch.tensor([[[0.0, -INF, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]], requires_grad=True)
+    config = gk.GRPOLossConfig(loss_type=loss_type, max_completion_length=2, epsilon_high=2.0)
+    out = gk.grpo_loss(
+        logits,
+        torch.tensor([[1, 1]]),
+        config=config,
+        advantages=torch.tensor([[0.0, 1.0]]),
+        old_per_token_logps=None if on_policy else torch.full((1, 2), -math.log(4)),
+    )
+    out.loss.backward()
+    per_token = math.log(4) if loss_type == "cispo" else -1.0
+    assert out.loss.item() == pytest.approx(per_token / 2, rel=1e-6)
+    assert logits.grad is not None and torch.isfinite(logits.grad).all()
+    assert (logits.grad[0, 0] == 0).all() and (logits.grad[0, 1] != 0).all()

@@ -1,4 +1,4 @@
-"""The transform of the logits, and samplers that scored without it (cases 7 and 8)."""
+"""The transform of the logits, and samplers that scored without it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ import grpo_kernels as gk
 INF, NAN = math.inf, math.nan
 
 
-# Case 7: temperature, soft cap, scale
+# Temperature, soft cap, scale
 
 
 TEMPERED = {
@@ -148,7 +148,7 @@ def test_a_temperature_that_is_not_positive_is_refused(tau: float, form: str) ->
         gk.grpo_loss(uniform(2, 2), torch.zeros(2, 2, dtype=torch.long), advantages=torch.ones(2), temperature=value)
 
 
-# Case 8: the sampler's own numbers
+# The sampler's own numbers
 
 
 def test_rollout_logps_of_the_same_policy_agree_silently() -> None:

@@ -30,11 +30,12 @@ def _nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Every test here: no process and no temporary file outlives the check."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield
-    assert list(tmp_path.glob("grpo-answer-*")) == []
-    left_behind = sandbox_processes()
-    for process in left_behind:
+    folders, processes = list(tmp_path.glob("grpo-answer-*")), sandbox_processes()
+    for process in processes:
         process.kill()
-    assert left_behind == []
+    # pytest could not remove what a failed test leaves a thousand folders deep.
+    subprocess.run(["rm", "-rf", *folders], check=True)
+    assert (folders, processes) == ([], [])
 
 
 def sandbox_processes() -> list[psutil.Process]:
@@ -96,7 +97,7 @@ def test_no_file_descriptor_of_the_caller_is_open(tmp_path: Path):
         assert check_output(source, [Case("", "closed")], LIMITS).passed
 
 
-# --- attacks on the limits: each prints what is expected before it misbehaves ------------------------------------------
+# --- attacks on the limits: each prints what is expected before it misbehaves -----------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -127,14 +128,13 @@ def test_endless_programs_are_ended(attack: str):
         "import multiprocessing\nmultiprocessing.Process(target=print).start()",
         f"os.execlp('sleep', 'sleep', '{MARK}')",
         "import ctypes\nctypes.CDLL(None).vfork() < 0 and exit(1)",
-        "import ctypes\nctypes.CDLL(None).syscall(435, 0, 0) < 0 and exit(1)",
+        "import ctypes\nctypes.CDLL(None, use_errno=True).syscall(435, 0, 0)\nctypes.get_errno() == 38 and exit(1)",
         "import socket\nsocket.socket()",
         "os.kill(os.getppid(), 0)",
-        "os.setsid()",
     ],
     ids=[
         "forks", "daemon", "subprocess", "spawn", "system", "multiprocessing", "exec", "vfork", "clone3", "socket",
-        "signal to the parent", "session",
+        "signal to the parent",
     ],
 )  # fmt: skip
 def test_programs_cannot_start_processes_nor_reach_others(attack: str):
@@ -173,12 +173,16 @@ def test_files_are_limited():
 def test_limits_cannot_be_raised():
     source = "import resource\nresource.setrlimit(resource.RLIMIT_AS, (-1, -1))"
     assert "not allowed to raise" in check_output(source, [Case("", "")], LIMITS).reason
+    source = (
+        "print([line.split()[1].strip('0') for line in open('/proc/self/status') if line[:6] in ('CapEff', 'CapPrm')])"
+    )
+    assert check_output(source, [Case("", "['', '']")], LIMITS) == (True, "")
 
 
 @pytest.mark.parametrize(
     "source",
     [
-        "import os\nfor _ in range(1500):\n    os.mkdir('d')\n    os.chdir('d')",
+        "import os\nfor _ in range(1200):\n    os.mkdir('d')\n    os.chdir('d')",
         "import os\nos.mkdir('d')\nopen('d/f', 'w')\nos.chmod('d', 0)",
         "import os, shutil\nshutil.rmtree(os.getcwd())",
         "import os\nos.symlink(input(), 'link')",
@@ -226,7 +230,7 @@ def test_right_and_wrong_answers():
         "def largest(items, n): return []",
         "import os\nfor fd in range(64):\n    try:\n        os.write(fd, b'{\"value\": true}\\n' * 9)\n"
         "    except OSError: pass\ndef largest(items, n): return []",
-        "import sys\nfor module in list(sys.modules.values()):\n    vars(module).clear()\ndef largest(items, n): return []",
+        "import sys\nfor module in list(sys.modules.values()): vars(module).clear()\ndef largest(items, n): return []",
         "raise SystemExit",
         "def largest(items, n): raise StopIteration",
         "def largest(items, n):\n    items.clear()\n    return items",
@@ -239,6 +243,13 @@ def test_right_and_wrong_answers():
 )  # fmt: skip
 def test_a_verdict_cannot_be_forged(forgery: str):
     assert check_assertions(forgery, TESTS, LIMITS).passed is False
+
+
+def test_tests_import_nothing_that_the_answer_wrote():
+    forged = "open('statistics.py', 'w').write('def mean(x): return 2')\nimport statistics\n"
+    tests = "import statistics\nassert statistics.mean(f()) == 2"
+    assert check_assertions(f"{forged}assert statistics.mean([]) == 2\ndef f(): return [1, 3]", tests, LIMITS).passed
+    assert check_assertions(f"{forged}def f(): return [1, 1]", tests, LIMITS) == (False, "AssertionError: ")
 
 
 @pytest.mark.parametrize(
@@ -261,7 +272,7 @@ def test_an_answer_that_hangs_fails(answer: str):
 
 
 @linux_only
-@pytest.mark.parametrize("start", [f"subprocess.Popen(['sleep', '{MARK}'])", "os.fork()", "os.kill(os.getppid(), 9)"])
+@pytest.mark.parametrize("start", [f"subprocess.Popen(['sleep', '{MARK}'])", "os.fork()", "os.kill(os.getppid(), 0)"])
 def test_answers_in_calls_are_confined_too(start: str):
     source = f"import os, subprocess\ndef f():\n    {start}"
     tests = "try:\n    f()\nexcept PermissionError:\n    pass\nelse:\n    raise AssertionError"
@@ -274,22 +285,25 @@ def test_answers_in_calls_are_confined_too(start: str):
 @pytest.mark.parametrize(
     ("source", "tests"),
     [
-        ("def f(x): return (x, {'a': [1.5, None]}, {3}, b'x', 2j)", "assert f('s') == ('s', {'a': [1.5, None]}, {3}, b'x', 2j)"),
+        ("def f(x): return x, {'a': [.5, None]}, {3}, b'x', 2j",
+         "assert f('s') == ('s', {'a': [.5, None]}, {3}, b'x', 2j)"),
         ("def f(n): return 7**n", "assert f(20000) == 7**20000"),
         ("def f(a, *b, c=1): return [a, b, c]", "assert f(1, 2, c=3) == [1, (2,), 3]"),
         ("def f(x): x.sort()", "x = [3, 1]\nassert f(x) is None and x == [1, 3]"),
         ("def f(d): d['k'] = d.pop('a')", "d = {'a': 1}\nf(d)\nassert d == {'k': 1}"),
         ("def f(n):\n    for i in range(n): yield i", "assert list(f(3)) == [0, 1, 2] and sum(f(4)) == 6"),
         ("def f(x): raise KeyError(x)", "try:\n    f(1)\n    assert False\nexcept KeyError:\n    pass"),
-        ("class E(ValueError): pass\ndef f(): raise E('why')", "try:\n    f()\nexcept ValueError as e:\n    assert str(e) == 'why'"),
+        ("class E(ValueError): pass\ndef f(): raise E('why')",
+         "try:\n    f()\n    assert False\nexcept ValueError as e:\n    assert str(e) == 'why'"),
         (
-            "class Stack:\n    def __init__(self): self.items = []\n    def push(self, x): self.items.append(x); return self\n"
+            "class Stack:\n    def __init__(self): self.items = []\n"
+            "    def push(self, x): self.items.append(x); return self\n"
             "    def __len__(self): return len(self.items)\n    def __getitem__(self, i): return self.items[i]\n"
             "    def __contains__(self, x): return x in self.items",
             "s = Stack().push(1).push((2, 3))\nassert len(s) == 2 and s[1] == (2, 3) and 1 in s and 5 not in s\n"
             "assert s.items == [1, (2, 3)]",
         ),
-        ("from collections import Counter, namedtuple\nP = namedtuple('P', 'x y')\ndef f(): return Counter('aab'), P(1, 2)",
+        ("from collections import *\nP = namedtuple('P', 'x y')\ndef f(): return Counter('aab'), P(1, 2)",
          "assert f() == ({'a': 2, 'b': 1}, (1, 2))"),
         ("def make(n):\n    def add(x): return x + n\n    return add\ndef apply(g, x): return g(x)",
          "add = make(2)\nassert add(3) == 5 and apply(add, 1) == 3"),
@@ -345,7 +359,7 @@ _plain = st.recursive(
         | st.frozensets(_keys)
         | st.dictionaries(_keys, inner)
     ),
-    max_leaves=20,
+    max_leaves=8,
 )
 
 
