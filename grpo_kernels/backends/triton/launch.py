@@ -115,11 +115,6 @@ def aligned(*tensors: Tensor) -> bool:
     return all(t.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in t.stride()[:-1]) for t in tensors)
 
 
-def packed(logits: Tensor) -> bool:
-    """Whether forward reads bfloat16 logits two at a time, as words."""
-    return logits.dtype == torch.bfloat16 and aligned(logits)
-
-
 def flat(values: Tensor) -> Tensor:
     """A per-row tensor as `[N]`, contiguous."""
     return values.reshape(-1).contiguous()
@@ -185,7 +180,7 @@ def row_stats(
     def run(tile: Tile, target: Target) -> None:
         row_stats_fwd_kernel[(targets.numel(),)](
             logits, flat(targets), heat, *outputs, length, logits.shape[-1], batch_stride, token_stride, heat_stride,
-            ALIGNED=aligned(logits), PACKED=packed(logits),
+            ALIGNED=aligned(logits), PAIRED=logits.dtype == torch.bfloat16,
             **common_options(logits, target, tile, logit_scale, softcap, entropy),
         )  # fmt: skip
 
@@ -221,7 +216,7 @@ def loss_stats(
             length, logits.shape[-1], batch_stride, token_stride, heat_stride, group_size, *strides, *share_strides,
             ON_POLICY=old is None, CISPO=cispo, WEIGHTED=weight is not None, KL=kl, CORRECTED=corrected,
             GROUP=triton.next_power_of_2(group_size) if group_size else 0, GRADIENT=share is not None,
-            ALIGNED=aligned(logits), PACKED=packed(logits),
+            ALIGNED=aligned(logits), PAIRED=logits.dtype == torch.bfloat16,
             **common_options(logits, target, tile, logit_scale, softcap, entropy),
         )  # fmt: skip
 

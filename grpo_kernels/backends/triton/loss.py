@@ -43,7 +43,7 @@ def grpo_loss_fwd_kernel(
     GROUP: tl.constexpr, GRADIENT: tl.constexpr,
     logit_scale: tl.constexpr, softcap: tl.constexpr, masked_below: tl.constexpr,
     factor: tl.constexpr, ENTROPY: tl.constexpr, SOFTCAP: tl.constexpr, FLOAT: tl.constexpr, LANES: tl.constexpr,
-    VEC: tl.constexpr, ALIGNED: tl.constexpr, PACKED: tl.constexpr, FUSED: tl.constexpr, NVIDIA: tl.constexpr,
+    VEC: tl.constexpr, ALIGNED: tl.constexpr, PAIRED: tl.constexpr, FUSED: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """This program handles token row n. Reads V logits and its side inputs; a dead row reads nothing and writes 0.
 
@@ -78,7 +78,7 @@ def grpo_loss_fwd_kernel(
         heat = tl.load(temperature + n * temperature_stride)
         logp, spread, _, top, total, others = row_statistics(
             row, target, V, heat, logit_scale, softcap, masked_below, factor,
-            ENTROPY, SOFTCAP, FLOAT, LANES, VEC, PACKED, FUSED, NVIDIA,
+            ENTROPY, SOFTCAP, FLOAT, LANES, VEC, PAIRED, ALIGNED, FUSED, NVIDIA,
         )  # fmt: skip
         tl.store(logps + n, logp)
         if ENTROPY:

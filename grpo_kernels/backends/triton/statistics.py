@@ -7,19 +7,56 @@ from .language import LN2, LOG2E, LOWEST, VANISHED, exponent, log1p, row_offset,
 
 
 @triton.jit
-def load_tiles(block, column, packed_column, TILE: tl.constexpr, FLOAT: tl.constexpr, PACKED: tl.constexpr):
+def fold(x, LANES: tl.constexpr, WIDTH: tl.constexpr):
+    """Neighbours added: (LANES, WIDTH) to (LANES, WIDTH / 2)."""
+    a, b = tl.split(tl.reshape(x, [LANES, WIDTH // 2, 2]))
+    return a + b
+
+
+@triton.jit
+def lane_sum(x, LANES: tl.constexpr, WIDTH: tl.constexpr):
+    """Sum of each lane, (LANES, WIDTH) to (LANES). In a tree of its own: that of tl.sum depends on how wide loads are,
+    and so would a row's bits on its strides."""
+    if WIDTH == 8:
+        x = fold(x, LANES, 8)
+    if WIDTH >= 4:
+        x = fold(x, LANES, 4)
+    if WIDTH >= 2:
+        x = fold(x, LANES, 2)
+    return tl.reshape(x, [LANES])
+
+
+@triton.jit
+def across_lanes(x, LANES: tl.constexpr):
+    """Sum of all lanes, in a tree of its own."""
+    x = tl.reshape(x, [1, LANES])
+    for level in tl.static_range(12):
+        if (LANES >> level) > 1:
+            x = fold(x, 1, LANES >> level)
+    return tl.sum(tl.reshape(x, [1]), axis=0)
+
+
+@triton.jit
+def load_tiles(
+    block, column, pair_column, TILE: tl.constexpr, FLOAT: tl.constexpr, PAIRED: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
     """Four tiles of a block whose order does not matter: two loads of 128 bits a lane, or four.
 
-    PACKED: bfloat16 in pairs, since a shift and a mask of 32 bits are cheaper than two conversions.
+    PAIRED: bfloat16 by even and odd columns, since a shift and a mask of 32 bits are cheaper than two conversions.
     """
-    if PACKED:
-        words = block.to(tl.pointer_type(tl.int32)) + packed_column
+    if PAIRED and ALIGNED:
+        words = block.to(tl.pointer_type(tl.int32)) + pair_column
         first = tl.load(words)
         second = tl.load(words + TILE // 2)
         a = (first << 16).to(tl.float32, bitcast=True)
         b = (first & -65536).to(tl.float32, bitcast=True)
         c = (second << 16).to(tl.float32, bitcast=True)
         d = (second & -65536).to(tl.float32, bitcast=True)
+    elif PAIRED:
+        a = tl.load(block + 2 * pair_column).to(FLOAT)
+        b = tl.load(block + 2 * pair_column + 1).to(FLOAT)
+        c = tl.load(block + TILE + 2 * pair_column).to(FLOAT)
+        d = tl.load(block + TILE + 2 * pair_column + 1).to(FLOAT)
     else:
         a = tl.load(block + column).to(FLOAT)
         b = tl.load(block + TILE + column).to(FLOAT)
@@ -29,7 +66,10 @@ def load_tiles(block, column, packed_column, TILE: tl.constexpr, FLOAT: tl.const
 
 
 @triton.jit
-def absorb(m, m2, s, e, a, b, c, d, k, ENTROPY: tl.constexpr, FOUR: tl.constexpr, FUSED: tl.constexpr):
+def absorb(
+    m, m2, s, e, a, b, c, d, k,
+    ENTROPY: tl.constexpr, FOUR: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr, FUSED: tl.constexpr,
+):  # fmt: skip
     """Add two or four tiles to each lane's max m, m2 = m * k, sum s and sum of p * y, e. No lane looks at another."""
     top = tl.maximum(a, b)
     if FOUR:
@@ -46,8 +86,8 @@ def absorb(m, m2, s, e, a, b, c, d, k, ENTROPY: tl.constexpr, FOUR: tl.constexpr
         if ENTROPY:
             py += py_more
     if ENTROPY:
-        e = (e + shift * s) * tl.exp2(shift) + tl.sum(py, axis=1)
-    s = s * tl.exp2(shift) + tl.sum(p, axis=1)
+        e = (e + shift * s) * tl.exp2(shift) + lane_sum(py, LANES, WIDTH)
+    s = s * tl.exp2(shift) + lane_sum(p, LANES, WIDTH)
     return m, new, s, e
 
 
@@ -68,7 +108,7 @@ def pair(a, b, k, m2, ENTROPY: tl.constexpr, FUSED: tl.constexpr):
 def row_statistics(
     row, target, V, temperature, logit_scale: tl.constexpr, softcap: tl.constexpr, masked_below: tl.constexpr,
     factor: tl.constexpr, ENTROPY: tl.constexpr, SOFTCAP: tl.constexpr, FLOAT: tl.constexpr, LANES: tl.constexpr,
-    VEC: tl.constexpr, PACKED: tl.constexpr, FUSED: tl.constexpr, NVIDIA: tl.constexpr,
+    VEC: tl.constexpr, PAIRED: tl.constexpr, ALIGNED: tl.constexpr, FUSED: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """(logp, entropy, lse, max, S, R) of one row. Reads V. The target stands apart, so R is exact without it."""
     TILE: tl.constexpr = LANES * VEC
@@ -82,17 +122,18 @@ def row_statistics(
 
     whole = V // BLOCK
     apart = target // BLOCK
-    packed_column = tl.arange(0, LANES)[:, None] * (VEC // 2) + tl.arange(0, VEC // 2)[None, :]
+    WIDTH: tl.constexpr = VEC // 2 if PAIRED else VEC
+    pair_column = tl.arange(0, LANES)[:, None] * (VEC // 2) + tl.arange(0, VEC // 2)[None, :]
     for part in tl.static_range(2):  # before and after the target's block
         for step in range(0 if part == 0 else apart + 1, tl.minimum(apart, whole) if part == 0 else whole):
-            a, b, c, d = load_tiles(row + step * BLOCK, column, packed_column, TILE, FLOAT, PACKED)
+            a, b, c, d = load_tiles(row + step * BLOCK, column, pair_column, TILE, FLOAT, PAIRED, ALIGNED)
             if SOFTCAP:
                 a = soft_cap(a, logit_scale, softcap, masked_below, NVIDIA)
                 b = soft_cap(b, logit_scale, softcap, masked_below, NVIDIA)
-                if PACKED:
+                if PAIRED:
                     c = soft_cap(c, logit_scale, softcap, masked_below, NVIDIA)
                     d = soft_cap(d, logit_scale, softcap, masked_below, NVIDIA)
-            m, m2, s, e = absorb(m, m2, s, e, a, b, c, d, k, ENTROPY, PACKED, FUSED)
+            m, m2, s, e = absorb(m, m2, s, e, a, b, c, d, k, ENTROPY, PAIRED, LANES, WIDTH, FUSED)
     # with a mask: the target's block without the target, and what is left behind the last whole block
     tail = (whole * BLOCK < V) & (apart < whole)
     for step in range(0, 1 + tail.to(tl.int32)):
@@ -103,7 +144,7 @@ def row_statistics(
         if SOFTCAP:
             a = soft_cap(a, logit_scale, softcap, masked_below, NVIDIA)
             b = soft_cap(b, logit_scale, softcap, masked_below, NVIDIA)
-        m, m2, s, e = absorb(m, m2, s, e, a, b, a, b, k, ENTROPY, False, FUSED)
+        m, m2, s, e = absorb(m, m2, s, e, a, b, a, b, k, ENTROPY, False, LANES, VEC, FUSED)
 
     x_target = tl.load(row + target).to(FLOAT)
     if SOFTCAP:
@@ -111,7 +152,7 @@ def row_statistics(
     top = tl.maximum(tl.max(m, axis=0), x_target)
     top_m2 = tl.maximum(top * k, LOWEST)
     shift = tl.maximum(m2 - top_m2, VANISHED)
-    others = tl.sum(s * tl.exp2(shift), axis=0)
+    others = across_lanes(s * tl.exp2(shift), LANES)
     y_target = exponent(x_target, k, top_m2, FUSED)
     e_target = tl.exp2(y_target)
     total = others + e_target
@@ -125,7 +166,7 @@ def row_statistics(
     entropy = logp
     if ENTROPY:
         y_floored = tl.maximum(y_target, VANISHED, propagate_nan=tl.PropagateNan.ALL)
-        energy = tl.sum((e + shift * s) * tl.exp2(shift), axis=0) + e_target * y_floored
+        energy = across_lanes((e + shift * s) * tl.exp2(shift), LANES) + e_target * y_floored
         entropy = log_total - energy / total * LN2
     lse = top * factor / temperature + (log_total - residue)
     # -inf everywhere is no distribution
@@ -142,7 +183,7 @@ def row_stats_fwd_kernel(
     T, V, batch_stride, token_stride, temperature_stride,
     logit_scale: tl.constexpr, softcap: tl.constexpr, masked_below: tl.constexpr,
     factor: tl.constexpr, ENTROPY: tl.constexpr, SOFTCAP: tl.constexpr, FLOAT: tl.constexpr, LANES: tl.constexpr,
-    VEC: tl.constexpr, ALIGNED: tl.constexpr, PACKED: tl.constexpr, FUSED: tl.constexpr, NVIDIA: tl.constexpr,
+    VEC: tl.constexpr, ALIGNED: tl.constexpr, PAIRED: tl.constexpr, FUSED: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """This program handles row n. Reads V logits, writes 6 statistics; a dead row reads nothing and writes 0."""
     n = tl.program_id(0).to(tl.int64)
@@ -160,7 +201,7 @@ def row_stats_fwd_kernel(
         heat = tl.load(temperature + n * temperature_stride)
         logp, spread, log_sum, top, total, others = row_statistics(
             row, target, V, heat, logit_scale, softcap, masked_below, factor,
-            ENTROPY, SOFTCAP, FLOAT, LANES, VEC, PACKED, FUSED, NVIDIA,
+            ENTROPY, SOFTCAP, FLOAT, LANES, VEC, PAIRED, ALIGNED, FUSED, NVIDIA,
         )  # fmt: skip
         tl.store(logps + n, logp)
         if ENTROPY:
