@@ -6,6 +6,7 @@ the Triton kernels in the interpreter (`make test` runs both).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -16,7 +17,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
-
+from interpreter import tamed
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores
     torch.set_num_threads(1)
@@ -28,7 +29,7 @@ def has_accelerator() -> bool:
 
 SAMPLED = os.environ.get("GRPO_KERNELS_BACKEND") == "triton"
 if SAMPLED or not has_accelerator():
-    # read when triton is first imported: from then on kernels are interpreted, on the CPU, in this process and its children
+    # read when triton is first imported: kernels are then interpreted on the CPU, here and in child processes
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 hypothesis.settings.register_profile("local", deadline=None)
@@ -57,6 +58,12 @@ def torch_state() -> Iterator[None]:
     torch.set_num_threads(threads)
     torch.set_default_dtype(dtype)
     torch.set_grad_enabled(grad)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tamed_interpreter() -> Iterator[None]:
+    with tamed() if os.environ.get("TRITON_INTERPRET") == "1" else contextlib.nullcontext():
+        yield
 
 
 # The sample: a row costs the interpreter some 20 ms, so of every test function one or two cases run, and a call with

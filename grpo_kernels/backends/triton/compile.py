@@ -25,14 +25,14 @@ from triton.runtime.driver import driver
 from . import launch
 
 TARGETS: Final = tuple(launch.TILES)
-OPS: Final = ("row_stats", "row_grad", "loss_stats", "loss_grad_", "row_scale_")
-VOCAB: Final = 151_936  # Qwen's, a multiple of 16
-_ROWS: Final = (4, 1000)
+ROW_OPS: Final = ("row_stats", "row_grad")
+LOSS_OPS: Final = ("loss_stats", "loss_grad_")
+VOCAB: Final = 151_936  # Qwen's, a multiple of 16 as nearly all are
 
 
 @dataclass(frozen=True)
 class Case:
-    """One variant of one kernel on one target: an op with what it is compiled for."""
+    """One variant of one kernel on one target: an op of launch.py and what it is compiled for."""
 
     op: str
     target: str
@@ -41,6 +41,7 @@ class Case:
     softcap: bool = False
     smallest: bool = False  # the tile of a device that is too small for the table's
     vocab: int = VOCAB
+    length: int = 1000  # tokens of a row of the batch
     on_policy: bool = False
     weight: bool = False
     kl: str = "none"
@@ -110,13 +111,11 @@ def launches(target: str, run: Callable[[], Any], *, smallest: bool = False) -> 
         RuntimeError: in a process where Triton interprets its kernels.
     """
     if launch.INTERPRETED:
-        raise RuntimeError(
-            "launches: TRITON_INTERPRET must be unset, got '1'. Interpreted kernels cannot be compiled: use another process."
-        )
+        raise RuntimeError("launches: TRITON_INTERPRET must be unset, got '1'. Compile in a process without it.")
     found: list[Launch] = []
 
     def record(*, key: str, fn: Any, compile: dict[str, Any], **_rest: Any) -> bool:  # noqa: A002  (Triton's name)
-        options = {"num_warps": compile["num_warps"]}
+        options = {name: compile[name] for name in ("num_warps", "num_ctas", "num_stages", "enable_fp_fusion")}
         found.append(
             Launch(fn.jit_function, key, compile["signature"], compile["constants"], compile["configs"][0], options)
         )
@@ -162,9 +161,9 @@ def run_case(case: Case) -> None:
     """Call the op of a case with tensors of no storage."""
     dtype = torch_dtype(case.dtype)
     stats = torch.float64 if dtype == torch.float64 else torch.float32
-    logits = torch.empty(*_ROWS, case.vocab, dtype=dtype, device="meta")
-    targets = torch.empty(_ROWS, dtype=torch.int64, device="meta")
-    row = torch.empty(_ROWS, dtype=stats, device="meta")
+    logits = torch.empty(4, case.length, case.vocab, dtype=dtype, device="meta")
+    targets = torch.empty(4, case.length, dtype=torch.int64, device="meta")
+    row = torch.empty(4, case.length, dtype=stats, device="meta")
     one = torch.empty((), dtype=stats, device="meta")
     arguments = (logits, targets, one, 1.0, 30.0 if case.softcap else None)
     if case.op == "row_scale_":
@@ -179,20 +178,19 @@ def run_case(case: Case) -> None:
 
 
 def _loss_arguments(case: Case, row: Tensor) -> tuple[Any, ...]:
-    sources = (row[:, 0], 4) if case.rewards else (row[:, :1], 0)
+    source = (row[:, 0], 4) if case.rewards else (row[:, :1], 0)
     old = None if case.on_policy else row
     ref = None if case.kl == "none" else row
     weight = row if case.weight else None
-    return (*sources, old, ref, weight, 0.8, 1.2, 4.0, 3.0, 0.1, case.cispo, case.kl, case.corrected)
+    return (*source, old, ref, weight, 0.8, 1.2, 4.0, 3.0, 0.1, case.cispo, case.kl, case.corrected)
 
 
-def row_cases(
-    target: str, dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32"), *, smallest: bool = False
-) -> list[Case]:
-    """Every op over the vocabulary with and without entropy and softcap; the loss once, with all that it can have."""
-    options = itertools.product(OPS[:4], dtypes, (False, True), (False, True))
+def usual_cases(target: str, dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")) -> list[Case]:
+    """Every kernel over the vocabulary, with and without entropy and softcap; the loss with all that it can have."""
+    everything: dict[str, Any] = {"weight": True, "kl": "k3", "corrected": True}
     return [
-        Case(op, target, dtype, entropy, softcap, smallest, weight=loss, kl="k3" if loss else "none", corrected=loss)
-        for op, dtype, entropy, softcap in options
-        for loss in [op.startswith("loss")]
+        Case(op, target, dtype, entropy, softcap, **(everything if op in LOSS_OPS else {}))
+        for op, dtype, softcap, entropy in itertools.product(
+            (*ROW_OPS, *LOSS_OPS), dtypes, (False, True), (False, True)
+        )
     ]
