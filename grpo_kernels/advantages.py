@@ -56,7 +56,7 @@ def group_advantages(
 
 
 def _normalise(rewards: Tensor, groups: Layout, baseline: str, scale: str, ddof: int, eps: float) -> Tensor:
-    wide = _wide_dtype(rewards)
+    wide = torch.float32 if rewards.device.type == "mps" else torch.float64
     rewards = rewards.to(wide)
     scored = ~torch.isnan(rewards)
     count = groups.sum(scored.to(wide))
@@ -84,10 +84,3 @@ def _batch_std(rewards: Tensor, scored: Tensor, ddof: int) -> Tensor:
     count = scored.sum()
     residual = torch.where(scored, gap - gap.sum() / count.clamp(min=1), 0.0)
     return (residual.square().sum() / (count - ddof).clamp(min=1)).sqrt()
-
-
-def _wide_dtype(rewards: Tensor) -> torch.dtype:
-    """Wide enough that every reward is exact."""
-    if rewards.dtype in (torch.float16, torch.bfloat16, torch.bool, torch.float32) or rewards.device.type == "mps":
-        return torch.float32
-    return torch.float64

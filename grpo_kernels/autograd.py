@@ -2,8 +2,8 @@
 
 Arguments after `config` belong to one call and come in one bundle. In place, `mark_dirty` with the logits as an extra
 output makes autograd notice every later use: an earlier op that saved the logits fails its version check, and a
-differentiable use afterwards sends a gradient to that output. A compiler that traces this sees the write in backward
-and keeps such uses right by itself, so nothing is marked there.
+differentiable use afterwards sends a gradient to that output. It is the first output: only there does autograd accept
+a tensor whose gradient is retained.
 """
 
 from __future__ import annotations
@@ -69,10 +69,6 @@ def _save(ctx: Any, config: GRPOLossConfig, call: RowCall, tensors: tuple[Tensor
     ctx.set_materialize_grads(False)
 
 
-def _marks_dirty(call: RowCall) -> bool:
-    return call.inplace and not torch.compiler.is_compiling()
-
-
 def _row_gradient(ctx: Any, grad_logps: Tensor, grad_entropy: Tensor | None, rows: tuple[Tensor, ...]) -> Tensor:
     """d/dlogits of sum(grad_logps * logps + grad_entropy * entropy), over the logits themselves if they were given."""
     logits, targets, temperature, entropy, row_max, sum_exp, sum_others = rows
@@ -97,7 +93,7 @@ class _OnceDifferentiable(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(_ctx: Any, grad: Tensor) -> Tensor:
+    def forward(_ctx: Any, grad: Tensor, *_origins: Tensor | None) -> Tensor:
         return grad.view_as(grad)
 
     @staticmethod
@@ -108,16 +104,17 @@ class _OnceDifferentiable(torch.autograd.Function):
         )
 
 
-def _gradients(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, grad: Tensor | None, *origins: Tensor | None) -> tuple[Tensor | None, ...]:
     """What backward returns: the gradient of the logits, and none for the other arguments."""
     if grad is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        grad = _OnceDifferentiable.apply(grad.detach().requires_grad_())  # type: ignore[no-untyped-call]
+        # on every path by which the gradient depends on something, so that no second derivative passes it by
+        grad = _OnceDifferentiable.apply(grad.detach(), *origins)  # type: ignore[no-untyped-call]
     return (grad, *(None,) * (len(ctx.needs_input_grad) - 1))
 
 
 def _refuse_misuse(ctx: Any, name: str, grad_of_logits: Tensor | None) -> None:
     """In place, the logits' values are gone after the first backward and their storage has one use."""
-    if not _marks_dirty(ctx.saved.call):
+    if not ctx.saved.call.inplace:
         return
     if grad_of_logits is not None:
         raise RuntimeError(
@@ -157,22 +154,22 @@ class PerTokenLogpsFunction(torch.autograd.Function):
         _save(ctx, config, call, (logits, kept, heat, entropy, row_max, sum_exp, sum_others))
         ctx.mark_non_differentiable(lse)
         outputs = (logps, entropy if config.needs_entropy else None, lse)
-        if _marks_dirty(call):
+        if call.inplace:
             ctx.mark_dirty(logits)
-            return (*outputs, logits)
+            return (logits, *outputs)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """One row gradient."""
-        grad_logps, grad_entropy = grads[:2]
-        _refuse_misuse(ctx, "per_token_logps", grads[3] if len(grads) > 3 else None)
+        _refuse_misuse(ctx, "per_token_logps", grads[0])
+        grad_logps, grad_entropy = grads[1:3] if ctx.saved.call.inplace else grads[:2]
         if not ctx.needs_input_grad[0] or (grad_logps is None and grad_entropy is None):
             return _gradients(ctx, None)
         rows = ctx.saved_tensors
         if grad_logps is None:
             grad_logps = torch.zeros_like(rows[4])
-        return _gradients(ctx, _row_gradient(ctx, grad_logps, grad_entropy, rows))
+        return _gradients(ctx, _row_gradient(ctx, grad_logps, grad_entropy, rows), rows[0], *grads)
 
 
 class GRPOLossFunction(torch.autograd.Function):
@@ -180,8 +177,8 @@ class GRPOLossFunction(torch.autograd.Function):
 
     `apply(logits, completion_ids, advantages, old_per_token_logps, ref_per_token_logps, completion_mask, config) ->
     (loss, per_token_logps)`, the last detached: logits `[B, T, V]`, ids `[B, T]`, advantages `[B]`, `[B, 1]` or
-    `[B, T]`, the rest `[B, T]` or None. With a `LossCall` as eighth argument it returns what `grpo_loss` needs: (loss,
-    logps, entropy | None, token loss, kl | None, ratio, metrics, logits | None). Arguments are not checked here:
+    `[B, T]`, the rest `[B, T]` or None. With a `LossCall` as eighth argument it returns what `grpo_loss` needs: (logits
+    | None, loss, logps, entropy | None, token loss, kl | None, ratio, metrics). Arguments are not checked here:
     `grpo_loss` checks them, then calls this.
     """
 
@@ -242,36 +239,41 @@ class GRPOLossFunction(torch.autograd.Function):
         rows = (logits, targets, temperature, entropy, row_max, sum_exp, sum_others)
         kept = (*rows, result.coef, result.scale, result.entropy_scale) if one_kernel is None else (logits,)
         _save(ctx, config, extras.rows, kept)
+        ctx.bundled = call is not None
+        # side inputs that require grad get none
+        fixed = () if ctx.needs_input_grad[0] else (result.loss,)
         if call is None:
-            ctx.mark_non_differentiable(logps)
+            ctx.mark_non_differentiable(logps, *fixed)
             return result.loss, logps
-        metrics = torch.stack([result.metrics[name] for name in objective.metric_names(config, weight is not None)])
+        metrics = torch.stack(
+            [result.metrics[name] for name in objective.metric_names(config, tokens.weight is not None)]
+        )
         detached = (logps, tokens.entropy, result.token_loss, result.kl, result.ratio, metrics)
-        ctx.mark_non_differentiable(*(t for t in detached if t is not None))
-        if _marks_dirty(extras.rows):
+        ctx.mark_non_differentiable(*(t for t in detached if t is not None), *fixed)
+        if extras.rows.inplace:
             ctx.mark_dirty(logits)
-            return (result.loss, *detached, logits)
-        return (result.loss, *detached, None)
+            return (logits, result.loss, *detached)
+        return (None, result.loss, *detached)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """One row gradient; 1/Z joins the upstream scale here, so that small coefficients keep their digits."""
-        _refuse_misuse(ctx, "grpo_loss", grads[7] if len(grads) > 7 else None)
-        upstream = grads[0]
+        _refuse_misuse(ctx, "grpo_loss", grads[0])
+        upstream = grads[1] if ctx.bundled else grads[0]
         if upstream is None or not ctx.needs_input_grad[0]:
             return _gradients(ctx, None)
         if len(ctx.saved_tensors) == 1:  # the gradient is there already
             (logits,) = ctx.saved_tensors
             with torch.no_grad():
                 row_op("row_scale_", ctx.saved.call.impl)(logits, upstream.to(stats_dtype(logits)))
-            return _gradients(ctx, logits)
+            return _gradients(ctx, logits, logits, *grads)
         *rows, coef, scale, entropy_scale = ctx.saved_tensors
         grad_entropy = None
         if entropy_scale is not None:
             live = rows[1] >= 0
             grad_entropy = torch.where(live, entropy_scale * upstream, 0.0)
         grad_logps = torch.where(coef == 0, 0.0, coef * (scale * upstream))
-        return _gradients(ctx, _row_gradient(ctx, grad_logps, grad_entropy, tuple(rows)))
+        return _gradients(ctx, _row_gradient(ctx, grad_logps, grad_entropy, tuple(rows)), rows[0], *grads)
 
 
 def _token_values(values: Tensor, live: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:

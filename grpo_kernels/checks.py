@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from .config import GRPOLossConfig
+from .config import LARGEST, SMALLEST, GRPOLossConfig
 
 ENVIRONMENT: Final = "GRPO_KERNELS_CHECK"
 FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -27,7 +27,7 @@ def complain(function: str, argument: str, requirement: str, got: object, advice
 
 def reads_data(tensor: Tensor) -> bool:
     """Whether checks may look at values: always on the CPU, elsewhere with GRPO_KERNELS_CHECK=1; not while tracing."""
-    if torch.compiler.is_compiling() or tensor.is_meta:
+    if torch.compiler.is_compiling() or tensor.is_meta or type(tensor).__name__ == "FakeTensor":
         return False
     return tensor.device.type == "cpu" or os.environ.get(ENVIRONMENT, "0") == "1"
 
@@ -51,7 +51,7 @@ def check_tensor(function: str, argument: str, value: object, dtypes: Sequence[t
 
 
 def _is_dtensor(value: Tensor) -> bool:
-    return any(kind.__name__ == "DTensor" for kind in type(value).__mro__)
+    return type(value).__name__ == "DTensor"  # by name: importing the class costs, and torch.compile traces this
 
 
 def check_logits(function: str, logits: object, ids_argument: str, ids: object) -> tuple[Tensor, Tensor]:
@@ -100,6 +100,9 @@ def check_mask(function: str, argument: str, mask: object, ids_argument: str, id
         got = f"{argument} {shape_of(mask)} with {ids_argument} {shape_of(ids)}"
         advice = "Cut or pad one of them; nothing is broadcast."
         raise ValueError(complain(function, argument, f"must have the shape of {ids_argument}", got, advice))
+    if mask.is_floating_point() and reads_data(mask) and not bool(((mask >= 0) & (mask < torch.inf)).all()):
+        advice = "This is a loss mask: 1 counts, 0 does not. An additive attention mask is another thing."
+        raise ValueError(complain(function, argument, "must be finite and >= 0", "other values", advice))
     return mask
 
 
@@ -158,30 +161,42 @@ def check_temperature_values(function: str, temperature: Tensor) -> None:
 
 
 def check_positive(function: str, argument: str, value: object) -> float:
-    """A finite number > 0."""
+    """A number > 0 that float32 holds: less would be 0 there, more infinite."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(
             complain(function, argument, "must be a number", type(value).__name__, "Convert it with float().")
         )
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(complain(function, argument, "must be finite and > 0", value, "Give a positive number."))
+    if not SMALLEST <= value <= LARGEST:
+        wanted = "must be finite and > 0, in float32 too"
+        raise ValueError(complain(function, argument, wanted, value, "Give a positive number."))
     return float(value)
 
 
+def check_flag(function: str, argument: str, value: object) -> None:
+    """True or False, not something that is taken for it."""
+    if not isinstance(value, bool):
+        raise TypeError(complain(function, argument, "must be True or False", repr(value), "Give a bool."))
+
+
 def check_normalizer(function: str, argument: str, value: object) -> Tensor | float | None:
-    """A number or 0-d tensor > 0, or None."""
+    """A number > 0, a 0-d tensor, or None."""
     if value is None or not isinstance(value, Tensor):
         return None if value is None else check_positive(function, argument, value)
     check_tensor(function, argument, value, (*FLOATS, *_IDS), "a number")
     if value.ndim != 0:
         advice = "Pass its sum, or index the one element."
         raise ValueError(complain(function, argument, "must be a number or a 0-d tensor", shape_of(value), advice))
-    if reads_data(value):
-        number = value.item()
-        if not (math.isfinite(number) and number > 0):
-            advice = "Give the global count divided by the number of processes."
-            raise ValueError(complain(function, argument, "must be finite and > 0", number, advice))
     return value
+
+
+def check_normalizer_value(function: str, argument: str, value: Tensor) -> None:
+    """Finite and > 0, in the dtype in which it divides."""
+    if not reads_data(value):
+        return
+    number = value.item()
+    if not 0 < number < math.inf or 1 / number == math.inf:
+        advice = "Give the global count divided by the number of processes."
+        raise ValueError(complain(function, argument, "must be finite and > 0", number, advice))
 
 
 def check_config(function: str, config: object) -> GRPOLossConfig:
@@ -253,15 +268,19 @@ def check_cu_seqlens(function: str, cu_seqlens: object, ids: Tensor) -> Tensor:
 
 
 def check_inplace(function: str, logits: Tensor, inplace: bool) -> bool:
-    """Whether the logits may be overwritten; they must be a non-leaf tensor that is no view. Without grad: no."""
-    if not inplace or not torch.is_grad_enabled() or not logits.requires_grad:
+    """Whether the logits may be overwritten; they must be a non-leaf tensor that is no view. Without grad: no.
+
+    Inside torch.compile neither: there an earlier use that saved them would silently read the gradient, and the
+    compiler plans memory itself.
+    """
+    check_flag(function, "inplace", inplace)
+    if not inplace or not torch.is_grad_enabled() or not logits.requires_grad or torch.compiler.is_compiling():
         return False
-    if torch.compiler.is_compiling():
-        return True
-    advice = "Pass the model's own output tensor, or use inplace=False."
+    advice = "Pass the tensor that the model's last operation made, or use inplace=False."
     if logits.is_leaf:
         raise ValueError(complain(function, "logits", "must not be a leaf tensor with inplace=True", "a leaf", advice))
     if logits._is_view():
+        advice += " DistributedDataParallel and full backward hooks also return views."
         raise ValueError(complain(function, "logits", "must not be a view with inplace=True", "a view", advice))
     return True
 
@@ -275,7 +294,7 @@ def check_group_arguments(
         raise ValueError(complain(function, "rewards", "must be [B]", shape_of(rewards), "Flatten it."))
     check_choice(function, "baseline", baseline, ("mean", "leave_one_out", "none"))
     check_choice(function, "scale", scale, ("group", "batch", "none"))
-    if isinstance(ddof, bool) or ddof not in (0, 1):
+    if isinstance(ddof, bool) or not isinstance(ddof, int) or ddof not in (0, 1):
         raise ValueError(complain(function, "ddof", "must be 0 or 1", ddof, "TRL uses 1."))
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
         raise TypeError(complain(function, "eps", "must be a number", type(eps).__name__, "TRL uses 1e-4."))

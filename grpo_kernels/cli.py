@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -15,7 +16,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, unknown = _parser().parse_known_args(arguments)
     if unknown:
         options.parser.error(_unknown(options, unknown[0]))
-    code: int = options.run(options)
+    try:
+        code: int = options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, `head` perhaps, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return code
 
 
@@ -78,7 +84,7 @@ def _check(options: argparse.Namespace) -> int:
         for text, holds, numbers in diagnostics.check(device, options.impl):
             failures += not holds
             print(f"{'ok  ' if holds else 'FAIL'}  {text}: {numbers}", flush=True)
-    except (RuntimeError, ValueError) as error:  # an implementation or a device that is not there
+    except (AssertionError, RuntimeError, ValueError) as error:  # an implementation or a device that is not there
         print(error, file=sys.stderr)
         return 2
     seconds = time.perf_counter() - started

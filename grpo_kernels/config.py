@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import warnings
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,6 +18,8 @@ RATIO_LEVELS: Final = ("token", "sequence")
 PRESETS: Final = ("trl", "liger", "verl", "openrlhf")
 
 _NAME: Final = "GRPOLossConfig"
+LARGEST: Final = 3.4028234663852886e38  # float32, in which the options are used
+SMALLEST: Final = 1.1754943508222875e-38
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +169,9 @@ _UNBUILT: Final = (
 
 def _refuse_unbuilt(config: GRPOLossConfig) -> None:
     for field in dataclasses.fields(config):
-        if field.name in _UNBUILT and getattr(config, field.name) != field.default:
+        value = getattr(config, field.name)
+        value = tuple(value) if isinstance(value, list) else value  # as JSON gives it back
+        if field.name in _UNBUILT and value != field.default:
             raise NotImplementedError(
                 f"{_NAME}: {field.name} is not built yet, got {getattr(config, field.name)!r}. "
                 f"Leave it at {field.default!r}."
@@ -193,14 +196,14 @@ def _choice(field: str, value: object, choices: tuple[str, ...], planned: tuple[
 def _number(field: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{_NAME}: {field} must be a number, got {type(value).__name__}. Convert it with float().")
-    if not math.isfinite(value):
+    if not -LARGEST <= value <= LARGEST:
         raise ValueError(f"{_NAME}: {field} must be finite, got {value}. Give a finite number.")
     return value
 
 
 def _positive(field: str, value: object) -> None:
-    if not _number(field, value) > 0:
-        raise ValueError(f"{_NAME}: {field} must be > 0, got {value}. Give a positive number.")
+    if not _number(field, value) >= SMALLEST:
+        raise ValueError(f"{_NAME}: {field} must be > 0, in float32 too, got {value}. Give a positive number.")
 
 
 def _flag(field: str, value: object) -> None:

@@ -173,7 +173,7 @@ def _row_alone(device: str, impl: str) -> Finding:
 
 def _far_rows(device: str, impl: str) -> Finding:
     """Two rows with a stride beyond int32 on a GPU (4.3 GB of storage); on a CPU, sparing memory, one past 2^27."""
-    far = 2**31 + 64 if device != "cpu" else 2**27 + 64
+    far = 2**27 + 64 if torch.device(device).type == "cpu" else 2**31 + 64
     storage = torch.zeros(far + 1024, dtype=torch.bfloat16, device=device)
     rows = storage.as_strided((2, 1024), (far, 1))
     rows.copy_(_draw(2, 1024))

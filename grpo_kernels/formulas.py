@@ -24,8 +24,9 @@ tl: Any = TorchLanguage
 
 
 def zero_safe_product(weight: Any, value: Any) -> Any:
-    """weight * value, but exactly 0 where weight is 0 and value is infinite."""
-    return tl.where((weight == 0) & (value == value), 0.0, weight * value)
+    """weight * value, but exactly 0 where one of them is 0 and the other infinite."""
+    nothing = ((weight == 0) & (value == value)) | ((value == 0) & (weight == weight))
+    return tl.where(nothing, 0.0, weight * value)
 
 
 def clipped_surrogate(ratio: Any, advantage: Any, lower: Any, upper: Any, delta: Any, dual_clip: Any) -> Any:

@@ -65,6 +65,7 @@ def per_token_logps(
     logits, targets = checks.check_logits(name, logits, "targets", targets)
     mask = checks.check_mask(name, "mask", mask, "targets", targets)
     checks.check_device(name, "logits", logits.device, {"mask": mask})
+    checks.check_flag(name, "entropy", entropy)
     config = GRPOLossConfig(
         softcap=None if softcap is None else checks.check_positive(name, "softcap", softcap),
         logit_scale=checks.check_positive(name, "logit_scale", logit_scale),
@@ -76,7 +77,7 @@ def per_token_logps(
     call = RowCall(backends.resolve(name, impl, logits.device), checks.check_inplace(name, logits, inplace))
     logps, entropies, lse = PerTokenLogpsFunction.apply(  # type: ignore[no-untyped-call]
         logits, targets, _detached(mask), heat, config, call
-    )[:3]
+    )[-3:]
     return LogpsOutput(logps, entropies, lse)
 
 
@@ -181,8 +182,8 @@ def grpo_loss(
     checks.check_live_finite(name, "old_per_token_logps", old, live)
     checks.check_live_finite(name, "ref_per_token_logps", ref if config.beta != 0 else None, live)
     heat = _temperature(name, config.temperature if temperature is None else temperature, logits, ids, cu_seqlens, live)
-    scale = _scalar(checks.check_normalizer(name, "normalizer", normalizer), logits)
-    entropy_scale = _scalar(checks.check_normalizer(name, "entropy_normalizer", entropy_normalizer), logits)
+    scale = _normalizer(name, "normalizer", normalizer, logits)
+    entropy_scale = _normalizer(name, "entropy_normalizer", entropy_normalizer, logits)
     if scale is None:
         _warn_if_distributed(config)
     rows = RowCall(backends.resolve(name, impl, logits.device), checks.check_inplace(name, logits, inplace))
@@ -197,7 +198,7 @@ def grpo_loss(
             advantages = group_advantages(advantages, group_size=group_size, group_ids=group_ids)
 
     call = LossCall(rows, heat, cu_seqlens, _detached(weight), scale, entropy_scale, group)
-    loss, logps, entropy, token_loss, kl, ratio, values, _ = GRPOLossFunction.apply(  # type: ignore[no-untyped-call]
+    _, loss, logps, entropy, token_loss, kl, ratio, values = GRPOLossFunction.apply(  # type: ignore[no-untyped-call]
         logits, ids, *map(_detached, (advantages, old, ref, mask)), config, call
     )
     names = objective.metric_names(config, weight is not None)
@@ -236,13 +237,17 @@ def _temperature(
 ) -> Tensor:
     """The temperature as a tensor; what it holds at a dead token, or for a dead sequence, is never used."""
     layout = None if ids.ndim == 1 and cu_seqlens is None else make_layout(ids.shape, cu_seqlens)
-    value = checks.check_temperature(function, temperature, ids, None if layout is None else layout.num_sequences)
+    value = checks.check_temperature(function, temperature, ids, 1 if layout is None else layout.num_sequences)
     if not isinstance(value, Tensor):
         return torch.full((), value, dtype=stats_dtype(logits), device=logits.device)
     if value.ndim > 0:
         checks.check_device(function, "logits", logits.device, {"temperature": value})
     value = value.detach().to(dtype=stats_dtype(logits), device=logits.device)
-    if value.shape == ids.shape:
+    if layout is None and value.ndim == 2:
+        value = value.reshape(())
+    if value.ndim == 0:
+        value = value.clone()  # one made in inference mode could not be saved for backward
+    elif value.shape == ids.shape:
         value = torch.where(live, value, 1.0)
     elif value.ndim == 2 and layout is not None:
         value = torch.where(layout.sum(live.to(value.dtype)).unsqueeze(1) > 0, value, 1.0)
@@ -250,13 +255,16 @@ def _temperature(
     return value
 
 
-def _scalar(value: Tensor | float | None, logits: Tensor) -> Tensor | None:
-    if value is None:
+def _normalizer(function: str, argument: str, value: object, logits: Tensor) -> Tensor | None:
+    number = checks.check_normalizer(function, argument, value)
+    if number is None:
         return None
     dtype = stats_dtype(logits)
-    if isinstance(value, Tensor):
-        return value.detach().to(dtype=dtype, device=logits.device)
-    return torch.full((), value, dtype=dtype, device=logits.device)
+    if not isinstance(number, Tensor):
+        return torch.full((), number, dtype=dtype, device=logits.device)
+    number = number.detach().to(dtype=dtype, device=logits.device)
+    checks.check_normalizer_value(function, argument, number)
+    return number
 
 
 _warned_about_ranks = False

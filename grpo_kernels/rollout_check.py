@@ -25,7 +25,7 @@ class RolloutCheck(NamedTuple):
     max_abs_difference: float
     """max |recomputed - engine|, in nats."""
     missing: int
-    """Live tokens without a finite log-prob from the engine."""
+    """Live tokens without a finite log-prob on either side."""
     agree: bool
     """Whether no warning was given."""
 
@@ -46,13 +46,14 @@ def check_rollout_logps(engine: Tensor, recomputed: Tensor, mask: Tensor | None 
     """
     name = "check_rollout_logps"
     recomputed = checks.check_tensor(name, "recomputed", recomputed, checks.FLOATS, "floats")
-    checked = checks.check_token_tensor(name, "engine", engine, recomputed)
+    engine = checks.check_tensor(name, "engine", engine, checks.FLOATS, "floats")
+    checks.check_token_tensor(name, "engine", engine, recomputed)
     mask = checks.check_mask(name, "mask", mask, "recomputed", recomputed)
-    checks.check_device(name, "recomputed", recomputed.device, {"engine": checked, "mask": mask})
+    checks.check_device(name, "recomputed", recomputed.device, {"engine": engine, "mask": mask})
     live = torch.ones_like(recomputed, dtype=torch.bool) if mask is None else mask != 0
     ours, theirs = recomputed.detach()[live].double(), engine.detach()[live].double()
     known = torch.isfinite(theirs) & torch.isfinite(ours)
-    missing = int((~torch.isfinite(theirs)).sum())
+    missing = int((~known).sum())
     difference = (ours - theirs)[known]
     if difference.numel() == 0:
         result = RolloutCheck(1.0, 0.0, 0.0, missing, missing == 0)

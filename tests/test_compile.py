@@ -11,7 +11,8 @@ from torch import Tensor
 
 import grpo_kernels as gk
 
-pytestmark = [  # what torch.compile does by itself: it makes an instance of a traced Function, and inductor uses torch.jit
+# what torch.compile does by itself: it makes an instance of a traced Function, and inductor uses torch.jit
+pytestmark = [
     pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning"),
 ]
@@ -100,18 +101,54 @@ def test_compiled_equals_eager(name: str, inplace: bool) -> None:
     torch.testing.assert_close(compiled_grad, eager_grad, rtol=1e-5, atol=1e-6)
 
 
-def test_compiled_in_place_keeps_other_uses_of_the_logits_right() -> None:
-    """Eager raises there; a compiler sees the write in backward and keeps the old values for who needs them."""
+OTHER_USES = {
+    "before": lambda logits, loss: logits.exp().sum() + loss(logits),
+    "after": lambda logits, loss: loss(logits) + torch.logsumexp(logits, -1).square().mean(),
+    "square before": lambda logits, loss: (logits * logits).mean() + loss(logits),
+    "saved output": lambda logits, loss: loss(torch.tanh(logits)),
+    "twice": lambda logits, loss: loss(logits) + loss(logits),
+}
+
+
+@pytest.mark.parametrize("use", list(OTHER_USES))
+def test_compiled_in_place_keeps_other_uses_of_the_logits_right(use: str) -> None:
+    """Eager raises there; a compiler plans memory itself, so in place is the default there."""
 
     def step(hidden: Tensor, weight: Tensor, inplace: bool) -> Tensor:
-        logits = hidden @ weight
-        loss = gk.grpo_loss(logits, IDS, advantages=ADVANTAGES, completion_mask=MASK, inplace=inplace).loss
-        return loss + logits.exp().sum()
+        def loss(logits: Tensor) -> Tensor:
+            return gk.grpo_loss(logits, IDS, advantages=ADVANTAGES, completion_mask=MASK, inplace=inplace).loss
+
+        return OTHER_USES[use](hidden @ weight, loss)
 
     hidden, weight = torch.randn(2, 3, 5), torch.randn(5, 7, requires_grad=True)
     (expected,) = torch.autograd.grad(step(hidden, weight, False), weight)
-    (ours,) = torch.autograd.grad(torch.compile(step, fullgraph=True)(hidden, weight, True), weight)
+    (ours,) = torch.autograd.grad(
+        torch.compile(step, fullgraph=True, backend="aot_eager")(hidden, weight, True), weight
+    )
     torch.testing.assert_close(ours, expected)
+
+
+def test_compiled_in_place_leaves_a_leaf_alone() -> None:
+    leaf = torch.nn.Parameter(torch.randn(2, 3, 7))
+    before = leaf.detach().clone()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(logits: Tensor) -> Tensor:
+        return gk.grpo_loss(logits, IDS, advantages=ADVANTAGES, inplace=True).loss
+
+    compiled(leaf).backward()
+    assert torch.equal(leaf, before)
+
+
+def test_numbers_that_change_do_not_break_the_graph() -> None:
+    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
+    def step(logits: Tensor, temperature: float, normalizer: int) -> Tensor:
+        return gk.grpo_loss(logits, IDS, advantages=ADVANTAGES, temperature=temperature, normalizer=normalizer).loss
+
+    for temperature, normalizer in ((0.7, 10), (0.8, 11), (0.9, 12)):
+        logits = torch.randn(2, 3, 7)
+        eager = gk.grpo_loss(logits, IDS, advantages=ADVANTAGES, temperature=temperature, normalizer=normalizer).loss
+        torch.testing.assert_close(step(logits, temperature, normalizer), eager)
 
 
 def test_dynamic_lengths_compile_once_more_at_most() -> None:

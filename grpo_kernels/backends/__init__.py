@@ -90,7 +90,7 @@ def resolve(function: str, impl: str, device: torch.device) -> str:
     """
     asked, source = impl, "impl"
     if impl == "auto":
-        asked, source = os.environ.get(ENVIRONMENT, "auto"), ENVIRONMENT
+        asked, source = os.environ.get(ENVIRONMENT) or "auto", ENVIRONMENT
     if asked not in _IMPLS:
         close = difflib.get_close_matches(str(asked), _IMPLS, n=1)
         hint = f"Did you mean {close[0]!r}?" if close else "Choose one of these."

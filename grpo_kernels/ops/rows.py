@@ -85,7 +85,7 @@ def row_stats(
     """logps, entropy, lse, row_max, sum_exp, sum_others of every live row (schema.py); 0 at dead rows."""
     dtype = stats_dtype(logits)
     outputs = torch.zeros((6, targets.numel()), dtype=dtype, device=logits.device)
-    for rows, index, count in _chunks(logits, targets, targets.reshape(-1) >= 0, temperature, logit_scale, softcap):
+    for rows, index, count, _ in _chunks(logits, targets, targets.reshape(-1) >= 0, temperature, logit_scale, softcap):
         outputs[:, index] = _chunk_stats(rows, dtype, entropy)[:, :count]
     shaped = [row.clone().view(targets.shape) for row in outputs.unbind()]  # outputs of an op may not share storage
     if not entropy:
@@ -145,13 +145,13 @@ def _write_grad(
         per_row += [entropy, grad_entropy]
     needed = (needed & (targets >= 0)).reshape(-1)
     flat = [t.reshape(-1, 1) for t in per_row]
-    destinations = _matrices(out)
-    for matrix, first in destinations:
-        unneeded = (~needed[first : first + matrix.shape[0]]).nonzero().squeeze(1)
-        matrix.index_fill_(0, unneeded, 0.0)
-    for rows, index, count in _chunks(logits, targets, needed, temperature, logit_scale, softcap):
+    by = _split(out, logits)
+    destinations = _matrices(out, by)
+    for matrix, rows_of in destinations:
+        matrix.index_fill_(0, (~needed[rows_of]).nonzero().squeeze(1), 0.0)
+    for rows, index, count, place in _chunks(logits, targets, needed, temperature, logit_scale, softcap, by):
         grad = _chunk_grad(rows, *(_pick(t, index, rows.x.shape[0]) for t in flat))[:count]
-        _store(destinations, index, grad)
+        _store(destinations[place.matrix][0], place.rows, grad)
 
 
 def _chunk_grad(
@@ -186,71 +186,91 @@ def _chunk_grad(
     return grad.mul_(q).div_(q.add_(1.0).square_()).mul_(4.0 * rows.logit_scale)
 
 
-def _matrices(tensor: Tensor) -> list[tuple[Tensor, int]]:
-    """`[N, V]` views that cover the rows of `[N, V]` or `[B, T, V]`, each with its first flat row; no copy."""
+def _split(*tensors: Tensor) -> str:
+    """How `[N, V]` matrices without a copy cover all of these `[N, V]` or `[B, T, V]` tensors, in as few as may be."""
+    shape = tensors[0].shape
+    if len(shape) == 2:
+        return "whole"
+    batch, length = shape[:2]
+    if batch == 1 or length == 1 or all(t.stride(0) == length * t.stride(1) for t in tensors):
+        return "whole"
+    return "batch" if batch <= length else "token"
+
+
+def _matrices(tensor: Tensor, by: str) -> list[tuple[Tensor, slice]]:
+    """`[M, V]` views of a tensor, each with its flat rows."""
     if tensor.ndim == 2:
-        return [(tensor, 0)]
+        return [(tensor, slice(None))]
     batch, length = tensor.shape[:2]
+    if by == "batch":
+        return [(tensor[i], slice(i * length, (i + 1) * length)) for i in range(batch)]
+    if by == "token":
+        return [(tensor[:, i], slice(i, None, length)) for i in range(length)]
     if batch == 1:
-        return [(tensor[0], 0)]
-    if length == 1:
-        return [(tensor[:, 0], 0)]
-    if tensor.stride(0) == length * tensor.stride(1):
-        return [(tensor.flatten(0, 1), 0)]
-    return [(tensor[i], i * length) for i in range(batch)]
+        return [(tensor[0], slice(None))]
+    return [(tensor[:, 0] if length == 1 else tensor.flatten(0, 1), slice(None))]
+
+
+class _Place(NamedTuple):
+    """Where the rows of a chunk lie: in which matrix, and which of its rows."""
+
+    matrix: int
+    rows: Tensor | slice
 
 
 def _chunks(
-    logits: Tensor, targets: Tensor, selected: Tensor, temperature: Tensor, logit_scale: float, softcap: float | None
-) -> Iterator[tuple[Rows, Tensor | slice, int]]:
-    """The selected rows, a chunk at a time: data, flat row indices, and how many of its rows are not filling."""
+    logits: Tensor,
+    targets: Tensor,
+    selected: Tensor,
+    temperature: Tensor,
+    logit_scale: float,
+    softcap: float | None,
+    by: str | None = None,
+) -> Iterator[tuple[Rows, Tensor, int, _Place]]:
+    """The selected rows, a chunk at a time: data, flat row indices, how many rows are not filling, and their place."""
     target = targets.reshape(-1, 1).to(torch.int64)
     if temperature.ndim > 0:
         temperature = temperature.expand(targets.shape).reshape(-1, 1)
     on_cpu = _reads_in_place(logits.device)
     height = max(1, (_CHUNK_CPU if on_cpu else _CHUNK_DEVICE) // max(1, logits.shape[-1]))
     height = height if on_cpu else min(height, _MAX_ROWS_DEVICE)
-    for matrix, first in _matrices(logits):
-        whole = on_cpu and bool(selected[first : first + matrix.shape[0]].all())
-        local = (
-            torch.arange(matrix.shape[0]) if whole else selected[first : first + matrix.shape[0]].nonzero().squeeze(1)
-        )
-        for start in range(0, local.shape[0], height):
-            part = local[start : start + height]
-            count = part.shape[0]
+    flat_rows = torch.arange(selected.shape[0], device=selected.device)
+    for number, (matrix, rows_of) in enumerate(_matrices(logits, by or _split(logits))):
+        chosen, flat = selected[rows_of], flat_rows[rows_of]
+        whole = on_cpu and bool(chosen.all())
+        local = None if whole else chosen.nonzero().squeeze(1)
+        total = matrix.shape[0] if local is None else local.shape[0]
+        for start in range(0, total, height):
+            stop = min(start + height, total)
             # on the CPU a run of rows is read where it lies; elsewhere every chunk has full height, since the order of
             # addition of a GPU reduction depends on the shape
-            if whole:
-                index: Tensor | slice = slice(first + start, first + start + count)
-                x = matrix[start : start + count]
+            if local is None:
+                part: Tensor | slice = slice(start, stop)
+                x = matrix[start:stop]
             else:
-                index = part + first
-                filled = part if on_cpu else torch.cat([part, part[-1:].expand(height - count)])
-                x = matrix.index_select(0, filled)
-            per_row = [_pick(t, index, x.shape[0]) for t in ((target, temperature) if temperature.ndim else (target,))]
-            yield (
-                Rows(x, per_row[0], per_row[1] if temperature.ndim else temperature, logit_scale, softcap),
-                index,
-                count,
-            )
+                part = local[start:stop]
+                missing = 0 if on_cpu else height - (stop - start)
+                x = matrix.index_select(0, torch.cat([part, part[-1:].expand(missing)]) if missing else part)
+            index = flat[part]
+            own = [_pick(t, index, x.shape[0]) for t in ((target, temperature) if temperature.ndim else (target,))]
+            heat = own[1] if temperature.ndim else temperature
+            yield Rows(x, own[0], heat, logit_scale, softcap), index, stop - start, _Place(number, part)
 
 
 def _reads_in_place(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _pick(values: Tensor, index: Tensor | slice, height: int) -> Tensor:
+def _pick(values: Tensor, index: Tensor, height: int) -> Tensor:
     """Rows of a per-row tensor, the last repeated up to the height of the chunk."""
     rows = values[index]
     missing = height - rows.shape[0]
     return rows if missing == 0 else torch.cat([rows, rows[-1:].expand(missing, -1)])
 
 
-def _store(destinations: list[tuple[Tensor, int]], index: Tensor | slice, grad: Tensor) -> None:
+def _store(matrix: Tensor, rows: Tensor | slice, grad: Tensor) -> None:
     """Write the rows of one chunk where they belong, with the one rounding to the output's dtype."""
-    start = index.start if isinstance(index, slice) else int(index[0])
-    matrix, first = next((m, f) for m, f in reversed(destinations) if f <= start)
-    if isinstance(index, slice):
-        matrix[index.start - first : index.stop - first].copy_(grad)
+    if isinstance(rows, slice):
+        matrix[rows].copy_(grad)
     else:
-        matrix.index_copy_(0, index - first, grad.to(matrix.dtype))
+        matrix.index_copy_(0, rows, grad.to(matrix.dtype))
