@@ -93,7 +93,9 @@ def problems(draw: st.DrawFn) -> tuple[Batch, Options, torch.dtype, dict[str, An
     if dtype != torch.float64 and draw(some(False, False, True)):  # made before the kernel, advantages are float32
         size = draw(some(*(g for g in (1, 2, 3) if b % g == 0)))
         rewards = torch.tensor(draw(st.lists(some(0.0, 1.0, 0.25, float("nan")), min_size=b, max_size=b)))
-        batch = batch.but(advantages=rounded(oracle.group_advantages(rewards.numpy(), np.arange(b) // size).astype(float)))
+        batch = batch.but(
+            advantages=rounded(oracle.group_advantages(rewards.numpy(), np.arange(b) // size).astype(float))
+        )
         arguments = {"advantages": None, "rewards": rewards, "group_size": size}
     return batch, opt, dtype, arguments
 

@@ -217,7 +217,7 @@ def test_a_nearly_certain_target_keeps_its_digits(dtype: torch.dtype, offset: fl
     out.logps.sum().backward()
     assert leaf.grad is not None
     # the exponent itself, gap / ln 2, was rounded to the dtype of the arithmetic: 2^-24 of some 30
-    close = 3e-6 if dtype != torch.float64 else 1e-13
+    close = 3e-6 if dtype != torch.float64 else 1e-11  # the oracle rounds 1 + 6e-8
     assert out.logps.item() == pytest.approx(float(truth.logps[0]), rel=close, abs=0)
     assert out.entropy.item() == pytest.approx(float(truth.entropy[0]), rel=close, abs=1e-11)
     grad = as_array(leaf.grad)[0]
