@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.util
 import itertools
+import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,13 @@ import pytest
 from uninterpreted import answer, printed_by
 
 pytest.importorskip("triton")
+from triton import __version__ as triton_version
+
 from grpo_kernels.backends.triton import compile as compiling
 from grpo_kernels.backends.triton import launch, sass
 from grpo_kernels.backends.triton.compile import LOSS_OPS, ROW_OPS, TARGETS, VOCAB, Case
 
+ROOT = Path(__file__).parents[1]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 HALF = ("bfloat16", "float16")
 BOTH = (False, True)
@@ -68,22 +73,18 @@ KL = {"kl": ("none", "k1", "k2", "k3")}
 ALL_OPS = (*ROW_OPS, *LOSS_OPS)
 LARGEST = {"entropy": (True,), "softcap": (True,), "weight": (True,), "kl": ("k3",), "corrected": (True,)}
 
-CASES = list(
-    dict.fromkeys(
-        Case(**options)
-        for options in itertools.chain(
-            each(op=ROW_OPS, target=("sm_90",), **FEATURES),
-            pairwise(op=LOSS_OPS, target=("sm_90",), **FEATURES, **SHAPES, **LOSS, **KL),
-            each(op=("loss_grad_",), target=("sm_90",), dtype=HALF, entropy=BOTH, softcap=BOTH),
-            pairwise(target=OTHERS, op=ROW_OPS, **FEATURES, **SHAPES),
-            pairwise(target=OTHERS, op=LOSS_OPS, **FEATURES, **SHAPES, **LOSS, **KL),
-            each(op=("loss_grad_",), target=OTHERS, dtype=("bfloat16", "float64"), **LARGEST),
-            each(op=("row_scale_",), target=TARGETS),
-            each(op=("row_scale_",), target=("sm_90",), dtype=DTYPES),
-            each(op=ALL_OPS, target=("sm_90",), vocab=(500_000,), length=(20_000,)),  # a stride beyond 32 bits
-        )
-    )
+PLANNED = itertools.chain(
+    each(op=ROW_OPS, target=("sm_90",), **FEATURES),
+    pairwise(op=LOSS_OPS, target=("sm_90",), **FEATURES, **SHAPES, **LOSS, **KL),
+    pairwise(target=OTHERS, op=ROW_OPS, **FEATURES, **SHAPES),
+    pairwise(target=OTHERS, op=LOSS_OPS, **FEATURES, **SHAPES, **LOSS, **KL),
+    each(op=("loss_grad_",), target=OTHERS, dtype=("bfloat16", "float64"), **LARGEST),
+    each(op=("row_scale_",), target=TARGETS),
+    each(op=("row_scale_",), target=("sm_90",), dtype=DTYPES),
+    each(op=ALL_OPS, target=("sm_90",), vocab=(500_000,), length=(20_000,)),  # a stride beyond 32 bits
 )
+PUBLISHED = [case for case in compiling.usual_cases("sm_90", HALF) if case.op == "loss_grad_"]
+CASES = list(dict.fromkeys([*(Case(**options) for options in PLANNED), *PUBLISHED]))
 
 
 def name_of(case: Case) -> str:
@@ -92,6 +93,10 @@ def name_of(case: Case) -> str:
     changed = {name: value for name, value in asdict(case).items() if value != usual[name]}
     words = [name if value is True else f"{name}={value}" for name, value in changed.items()]
     return " ".join([case.op, case.target, case.dtype, *words])
+
+
+def restored(result: Any) -> sass.Reading:
+    return sass.Reading(**result | {"loops": tuple(sass.Loop(**loop) for loop in result["loops"])})
 
 
 def compiled_and_read() -> list[Any]:
@@ -103,13 +108,8 @@ def compiled_and_read() -> list[Any]:
 
 @functools.cache
 def readings() -> dict[Case, sass.Reading | str]:
-    def restored(result: Any) -> sass.Reading | str:
-        if isinstance(result, str):
-            return result
-        return sass.Reading(**result | {"loops": tuple(sass.Loop(**loop) for loop in result["loops"])})
-
     printed = printed_by(__file__, compiled_and_read.__name__)
-    return {Case(**case): restored(result) for case, result in printed}
+    return {Case(**case): result if isinstance(result, str) else restored(result) for case, result in printed}
 
 
 def reading_of(case: Case) -> sass.Reading:
@@ -216,6 +216,35 @@ def test_interpreted_kernels_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(launch, "INTERPRETED", True)
     with pytest.raises(RuntimeError, match="launches: TRITON_INTERPRET must be unset, got '1'"):
         compiling.compile_case(CASES[0])
+
+
+# --- what is published ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bench() -> Any:
+    """bench/sass.py as a module."""
+    spec = importlib.util.spec_from_file_location("bench_sass", ROOT / "bench" / "sass.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_shows_the_committed_numbers(bench: Any) -> None:
+    assert bench.PAGE.read_text() == bench.page(json.loads(bench.RESULTS.read_text()))
+
+
+def test_the_committed_numbers_are_those_of_these_kernels(bench: Any) -> None:
+    """After a change of a kernel: `python bench/sass.py`."""
+    results = json.loads(bench.RESULTS.read_text())
+    if results["triton"] != triton_version:
+        pytest.skip(f"the numbers are those of Triton {results['triton']}, this is {triton_version}")
+    published = {Case(**entry["case"]): restored(entry["reading"]) for entry in results["kernels"]}
+    both = [case for case in CASES if case in published]
+    assert {case.op for case in both} >= {"row_stats", "row_grad", "loss_grad_"}
+    now = {name_of(case): replace(reading_of(case), seconds=0) for case in both}
+    assert {name_of(case): replace(published[case], seconds=0) for case in both} == now
 
 
 # --- how a compiled kernel is read ------------------------------------------------------------------------------------
