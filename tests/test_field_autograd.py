@@ -285,7 +285,8 @@ def test_the_log_prob_function_by_apply() -> None:
 
 
 @pytest.mark.parametrize("impl", ["auto", "torch"])
-def test_the_implementation_that_ran_is_reported(impl: str) -> None:
+def test_the_implementation_that_ran_is_reported(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(gk.backends.ENVIRONMENT, raising=False)
     gk.per_token_logps(uniform(1, 1), torch.zeros(1, 1, dtype=torch.long), impl=impl)
     assert gk.backends.last_used() == "torch"
     a = run(make_batch(seed=40), FULL, impl=impl)

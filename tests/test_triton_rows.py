@@ -214,6 +214,7 @@ def test_a_nearly_certain_target_keeps_its_digits(dtype: torch.dtype, offset: fl
     leaf = rows.to(DEVICE).requires_grad_()
     out = gk.per_token_logps(leaf, ids.to(DEVICE), entropy=True, impl="triton")
     assert out.entropy is not None
+    (spread,) = torch.autograd.grad(out.entropy.sum(), leaf, retain_graph=True)
     out.logps.sum().backward()
     assert leaf.grad is not None
     # the exponent itself, gap / ln 2, was rounded to the dtype of the arithmetic: 2^-24 of some 30
@@ -226,6 +227,7 @@ def test_a_nearly_certain_target_keeps_its_digits(dtype: torch.dtype, offset: fl
         assert abs(grad[target] - truth.dlogps[0, target]) <= 2**-25 * 1.01
     else:
         np.testing.assert_allclose(grad, truth.dlogps[0].astype(float), rtol=tolerance)
+        np.testing.assert_allclose(as_array(spread)[0], truth.dentropy[0].astype(float), rtol=tolerance + 3e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

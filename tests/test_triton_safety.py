@@ -175,16 +175,17 @@ def test_the_upstream_scale_of_one_kernel_stays_inside(dtype: torch.dtype, writt
     assert torch.isfinite(got.grad).all()
 
 
-def test_a_fence_falls(written: dict[str, set[str]]) -> None:
+def test_a_fence_falls() -> None:
     """The fences notice a kernel that writes one element too many."""
-    rows, targets = torch.zeros(1, 5, device=DEVICE), torch.zeros(1, dtype=torch.long, device=DEVICE)
+    rows, targets = torch.zeros(2, 5, device=DEVICE), torch.zeros(2, dtype=torch.long, device=DEVICE)
     heat, six = torch.ones(1, device=DEVICE), [torch.zeros(1, device=DEVICE) for _ in range(6)]
     target = launch.target_of(rows)
     options = launch.common_options(rows, target, launch.TILES[target.name], 1.0, None, True)
+    written: dict[str, set[str]] = {}
     with pytest.raises(AssertionError, match="row_stats_fwd_kernel wrote outside of logps"):
-        launch.row_stats_fwd_kernel[(2,)](  # two programs for one row
-            rows, targets.expand(2), heat, *six, 1, 5, 0, 0, 0, ALIGNED=False, PAIRED=False, **options
-        )  # fmt: skip
+        FencedKernel(launch.row_stats_fwd_kernel, written)[(2,)](
+            rows, targets, heat, *six, 2, 5, 0, 5, 0, ALIGNED=False, PAIRED=False, **options
+        )
 
 
 # A row's bits are its own

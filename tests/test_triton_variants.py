@@ -29,7 +29,7 @@ SCENES: dict[str, dict[str, Any]] = {
     "micro-batches": {"micro": True},
 }
 # Promises that are not kept yet, each with what was measured.
-MISSED: dict[str, str] = {}
+MISSED = {"views": "5 variants of the loss kernels", "micro-batches": "6 variants of the loss kernels"}
 
 
 def calls(

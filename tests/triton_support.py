@@ -1,7 +1,7 @@
 """What the tests of the Triton kernels share. They run where torch sees a GPU on it, elsewhere in Triton's interpreter.
 
 The interpreter takes some 20 ms a row, so rows are few and each is worth having: `places` puts one target into every
-part of a row that the kernels treat apart, `widths` are the vocabularies around the borders of their blocks.
+part of a row that the kernels treat apart, WIDTHS are the vocabularies around the borders of their blocks.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import oracle
+import pytest
 import torch
 from oracle import Batch, Options
 from oracle_rows import row_stats
@@ -19,6 +20,8 @@ from tolerance import as_array, assert_within_budget
 from torch import Tensor
 
 import grpo_kernels as gk
+
+pytest.importorskip("triton")
 from grpo_kernels.backends.triton import launch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "xpu" if torch.xpu.is_available() else "cpu")

@@ -6,11 +6,11 @@ import multiprocessing
 import os
 import re
 import subprocess
-import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from triton import knobs
@@ -98,10 +98,9 @@ GCN: Final = Dialect(
 def read_all(cases: Iterable[Case], workers: int = 2) -> dict[Case, Reading | str]:
     """Compile and read every case from nothing; for one that does not compile, the reason."""
     cases = list(dict.fromkeys(cases))
-    with tempfile.TemporaryDirectory(prefix="grpo-kernels-") as folder:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(workers, context, initializer=_cache_in, initargs=(folder,)) as pool:
-            return dict(zip(cases, pool.map(_attempt, cases), strict=True))
+    context = multiprocessing.get_context("spawn")
+    with TemporaryDirectory() as folder, ProcessPoolExecutor(workers, context, _cache_in, (folder,)) as pool:
+        return dict(zip(cases, pool.map(_attempt, cases), strict=True))
 
 
 def _cache_in(folder: str) -> None:
@@ -144,7 +143,7 @@ def _number(pattern: str, text: str) -> int:
 
 def _disassembled(cubin: bytes) -> tuple[str, str]:
     """SASS and resource usage."""
-    with tempfile.TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(cubin)
 
