@@ -8,6 +8,8 @@ from torch import Tensor
 from .checks import check_group_arguments
 from .layout import Layout, PackedLayout, PaddedLayout
 
+EPS = 1e-4  # TRL's
+
 
 def group_advantages(
     rewards: Tensor,
@@ -17,7 +19,7 @@ def group_advantages(
     baseline: str = "mean",
     scale: str = "group",
     ddof: int = 1,
-    eps: float = 1e-4,
+    eps: float = EPS,
 ) -> Tensor:
     """A_i = (r_i - baseline) / (std + eps) within each group.
 
@@ -37,18 +39,7 @@ def group_advantages(
 
     Source: GRPO, arXiv 2402.03300 section 4.1.2; the defaults are TRL 1.16's.
     """
-    name = "group_advantages"
-    return normalise_rewards(
-        name, rewards, group_size=group_size, group_ids=group_ids, baseline=baseline, scale=scale, ddof=ddof, eps=eps
-    )
-
-
-def normalise_rewards(
-    function: str, rewards: Tensor, *, group_size: int | None, group_ids: Tensor | None, baseline: str = "mean",
-    scale: str = "group", ddof: int = 1, eps: float = 1e-4,
-) -> Tensor:  # fmt: skip
-    """`group_advantages` for a caller of another name, which its errors show."""
-    check_group_arguments(function, rewards, group_size, group_ids, baseline, scale, ddof, eps)
+    check_group_arguments("group_advantages", rewards, group_size, group_ids, baseline, scale, ddof, eps)
     values = rewards.detach()
     if values.numel() == 0:
         return values.to(torch.float32)

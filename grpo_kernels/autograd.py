@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import objective
-from .backends import row_op
+from .backends import loss_op, one_kernel_op, row_op
 from .config import GRPOLossConfig
 from .layout import Layout, make_layout
 from .ops.schema import stats_dtype
@@ -36,6 +36,8 @@ class LossCall(NamedTuple):
     importance_sampling_ratio: Tensor | None = None
     normalizer: Tensor | None = None
     entropy_normalizer: Tensor | None = None
+    group_size: int = 0
+    """> 0: the advantages are rewards, and the kernel normalises them in consecutive groups of this size."""
 
 
 def _temperature(config: GRPOLossConfig, temperature: float | Tensor | None, logits: Tensor) -> Tensor:
@@ -203,26 +205,40 @@ class GRPOLossFunction(torch.autograd.Function):
         if extras.cu_seqlens is not None and temperature.ndim == 2:
             # tokens outside every sequence are dead: any positive number serves
             temperature = torch.where(live, layout.spread(temperature.squeeze(1)), 1.0)
-        logps, entropy, _, row_max, sum_exp, sum_others = row_op("row_stats", extras.rows.impl)(
-            logits, targets, temperature, config.logit_scale, config.softcap, config.needs_entropy
-        )
+        dtype = stats_dtype(logits)
         ref = ref_per_token_logps if config.beta != 0 else None
-        weight = extras.importance_sampling_ratio
-        tokens = objective.TokenInputs(
-            logps,
-            entropy if config.needs_entropy else None,
-            live,
-            _token_values(advantages, live, logps.dtype, layout),
-            None if old_per_token_logps is None else _finite_where_dead(old_per_token_logps, live, logps.dtype),
-            None if ref is None else _finite_where_dead(ref, live, logps.dtype),
-            None if weight is None else _token_values(weight, live, logps.dtype, layout),
-        )
-        result = objective.evaluate(config, tokens, layout, extras.normalizer, extras.entropy_normalizer)
-        _save(
-            ctx, config, extras.rows,
-            (logits, targets, temperature, entropy, row_max, sum_exp, sum_others,
-             result.coef, result.scale, result.entropy_scale),
-        )  # fmt: skip
+        weight, old = extras.importance_sampling_ratio, old_per_token_logps
+        grouped = extras.group_size > 0  # then they are rewards, and the kernel makes the advantages
+        values = advantages.to(dtype) if grouped else _token_values(advantages, live, dtype, layout)
+        sides = [
+            None if old is None else _finite_where_dead(old, live, dtype),
+            None if ref is None else _finite_where_dead(ref, live, dtype),
+            None if weight is None else _token_values(weight, live, dtype, layout),
+        ]
+        arguments = (logits, targets, temperature, config.logit_scale, config.softcap, config.needs_entropy)
+        one_pass = loss_op(config, extras.rows.impl)
+        terms = None
+        one_kernel = None
+        if one_pass is not None:
+            details = (values, extras.group_size, *sides, *objective.term_options(config))
+            one_kernel = one_kernel_op(logits, extras.rows.impl) if extras.rows.inplace else None
+            if one_kernel is None:
+                stats = one_pass(*arguments, *details)
+            else:
+                weights, scale, entropy_scale = objective.shares(
+                    config, config.needs_entropy, layout, layout.sum(live.to(dtype)), extras.normalizer,
+                    extras.entropy_normalizer,
+                )  # fmt: skip
+                stats = one_kernel(*arguments, *details, weights * scale, entropy_scale)
+            logps, entropy, row_max, sum_exp, sum_others, *parts, values = stats
+            terms = objective.TokenTerms(*parts)
+        else:
+            logps, entropy, _, row_max, sum_exp, sum_others = row_op("row_stats", extras.rows.impl)(*arguments)
+        tokens = objective.TokenInputs(logps, entropy if config.needs_entropy else None, live, values, *sides)
+        result = objective.evaluate(config, tokens, layout, extras.normalizer, extras.entropy_normalizer, terms)
+        rows = (logits, targets, temperature, entropy, row_max, sum_exp, sum_others)
+        kept = (*rows, result.coef, result.scale, result.entropy_scale) if one_kernel is None else (logits,)
+        _save(ctx, config, extras.rows, kept)
         ctx.bundled = call is not None
         # side inputs that require grad get none
         fixed = () if ctx.needs_input_grad[0] else (result.loss,)
@@ -246,6 +262,11 @@ class GRPOLossFunction(torch.autograd.Function):
         upstream = grads[1] if ctx.bundled else grads[0]
         if upstream is None or not ctx.needs_input_grad[0]:
             return _gradients(ctx, None)
+        if len(ctx.saved_tensors) == 1:  # the gradient is there already
+            (logits,) = ctx.saved_tensors
+            with torch.no_grad():
+                row_op("row_scale_", ctx.saved.call.impl)(logits, upstream.to(stats_dtype(logits)))
+            return _gradients(ctx, logits, logits, *grads)
         *rows, coef, scale, entropy_scale = ctx.saved_tensors
         grad_entropy = None
         if entropy_scale is not None:

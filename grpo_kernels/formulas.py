@@ -78,3 +78,37 @@ def kl_k3(d: Any) -> Any:
     near = (d > -0.25) & (d < 0.25)
     growth = tl.exp(d)
     return tl.where(near, series, growth - d - 1.0), tl.where(near, -(d + series), 1.0 - growth)
+
+
+def token_terms(
+    ratio: Any, advantage: Any, logp: Any, weight: Any, ref: Any, lower: Any, upper: Any, delta: Any, dual_clip: Any,
+    beta: Any, cispo: Any, weighted: Any, kl: Any, corrected: Any,
+) -> Any:  # fmt: skip
+    """(loss, slope in the log-ratio, slope in the token's own logp, KL) of a token: surrogate, weight, + beta KL.
+
+    The last four arguments are known when a kernel is compiled: whether the surrogate is CISPO's, whether there is a
+    weight, the KL estimator ("none", "k1", "k2", "k3"), and whether the ratio multiplies it.
+    """
+    if cispo:
+        loss, slope = cispo_surrogate(ratio, advantage, logp, upper)
+    else:
+        loss, slope = clipped_surrogate(ratio, advantage, lower, upper, delta, dual_clip)
+    if weighted:
+        loss = zero_safe_product(weight, loss)
+        slope = zero_safe_product(weight, slope)
+    own = tl.where(logp == logp, 0.0, logp)
+    value = own
+    if kl != "none":
+        if kl == "k1":
+            value, own = kl_k1(ref - logp)
+        elif kl == "k2":
+            value, own = kl_k2(ref - logp)
+        else:
+            value, own = kl_k3(ref - logp)
+        if corrected:
+            value = zero_safe_product(ratio, value)
+            own = zero_safe_product(ratio, own)
+            slope = slope + beta * value
+        loss = loss + beta * value
+        own = beta * own
+    return loss, slope, own, value

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import aggregation, backends, checks, objective
-from .advantages import normalise_rewards
+from .advantages import EPS, group_advantages
 from .autograd import GRPOLossFunction, LossCall, PerTokenLogpsFunction, RowCall, live_rows
 from .config import GRPOLossConfig
 from .layout import make_layout
@@ -187,10 +187,17 @@ def grpo_loss(
     if scale is None:
         _warn_if_distributed(config)
     rows = RowCall(backends.resolve(name, impl, logits.device), checks.check_inplace(name, logits, inplace))
+    group = 0
     if rewards is not None:
-        advantages = normalise_rewards(name, rewards.reshape(-1), group_size=group_size, group_ids=group_ids)
+        checks.check_group_arguments(name, rewards.reshape(-1), group_size, group_ids, "mean", "group", 1, EPS)
+        advantages = rewards.reshape(-1)
+        fused = cu_seqlens is None and backends.loss_op(config, rows.impl) is not None
+        if fused and group_ids is None and rewards.dtype in (torch.float32, stats_dtype(logits)):
+            group = group_size or max(1, num_sequences)
+        else:
+            advantages = group_advantages(advantages, group_size=group_size, group_ids=group_ids)
 
-    call = LossCall(rows, heat, cu_seqlens, _detached(weight), scale, entropy_scale)
+    call = LossCall(rows, heat, cu_seqlens, _detached(weight), scale, entropy_scale, group)
     _, loss, logps, entropy, token_loss, kl, ratio, values = GRPOLossFunction.apply(  # type: ignore[no-untyped-call]
         logits, ids, *map(_detached, (advantages, old, ref, mask)), config, call
     )

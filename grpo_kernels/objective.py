@@ -42,94 +42,91 @@ class Objective(NamedTuple):
     metrics: dict[str, Tensor]
 
 
+class TokenTerms(NamedTuple):
+    """What the formulas give per token: see `formulas.token_terms`."""
+
+    ratio: Tensor
+    loss: Tensor
+    slope: Tensor
+    own_slope: Tensor
+    kl: Tensor
+
+
 def evaluate(
     config: GRPOLossConfig,
     tokens: TokenInputs,
     layout: Layout,
     normalizer: Tensor | None,
     entropy_normalizer: Tensor | None,
+    terms: TokenTerms | None = None,
 ) -> Objective:
-    """The loss of OBJECTIVES: surrogate, rollout weight, + beta KL, aggregation, - entropy_coef mean entropy."""
+    """The loss of OBJECTIVES: surrogate, rollout weight, + beta KL, aggregation, - entropy_coef mean entropy.
+
+    `terms` are given where a kernel has already made them (token level).
+    """
     logps, live = tokens.logps, tokens.live
     lengths = layout.sum(live.to(logps.dtype))
-    # on-policy nothing is subtracted, and a NaN still shows
-    log_ratio = torch.where(logps == logps, 0.0, logps) if tokens.old is None else logps - tokens.old
-    per_sequence = config.importance_sampling_level == "sequence"
-    if per_sequence:
-        log_ratio = layout.spread(layout.sum(log_ratio) / lengths.clamp(min=1)).expand_as(logps)
-    ratio = torch.exp(log_ratio)
-
-    token_loss, slope = _policy_term(config, ratio, tokens)
-    own_slope = None  # of terms that depend on their own token even when the ratio is the sequence's
-    kl = None
-    if config.beta != 0:
-        kl, own_slope, kl_slope = _kl_term(config, ratio, tokens)
-        token_loss = token_loss + config.beta * kl
-        own_slope = config.beta * own_slope
-        if kl_slope is not None:
-            slope = slope + config.beta * kl_slope
-    if per_sequence:
+    if terms is None:
+        terms = _terms(config, tokens, layout, lengths)
+    slope = terms.slope
+    if config.importance_sampling_level == "sequence":
         slope = layout.spread(layout.sum(torch.where(live, slope, 0.0)) / lengths.clamp(min=1))
-    if own_slope is not None:
-        slope = slope + own_slope
 
-    weights = layout.spread(aggregation.sequence_weights(config, lengths))
-    scale = aggregation.denominator(config, lengths, normalizer).reciprocal()
-    coef = torch.where(live, weights * slope, 0.0)
-    loss = torch.where(live, weights * token_loss, 0.0).sum() * scale
-    metrics = _metrics(config, tokens, layout, lengths, ratio, kl)
+    weights, scale, entropy_scale = shares(
+        config, tokens.entropy is not None, layout, lengths, normalizer, entropy_normalizer
+    )
+    coef = torch.where(live, weights * (slope + terms.own_slope), 0.0)
+    loss = torch.where(live, weights * terms.loss, 0.0).sum() * scale
+    kl = None if config.beta == 0 else torch.where(live, terms.kl, 0.0)
+    metrics = _metrics(config, tokens, layout, lengths, terms.ratio, kl)
     metrics["policy_loss"] = loss
 
-    entropy_scale = None
-    if tokens.entropy is not None and config.entropy_coef != 0:
-        count = lengths.sum().clamp(min=1) if entropy_normalizer is None else entropy_normalizer
-        entropy_scale = -config.entropy_coef / count
+    if tokens.entropy is not None and entropy_scale is not None:
         loss = loss + tokens.entropy.sum() * entropy_scale
-    return Objective(
-        loss, coef, scale, entropy_scale,
-        torch.where(live, token_loss, 0.0),
-        None if kl is None else torch.where(live, kl, 0.0),
-        torch.where(live, ratio, 0.0),
-        metrics,
+    token_loss, ratio = (torch.where(live, values, 0.0) for values in (terms.loss, terms.ratio))
+    return Objective(loss, coef, scale, entropy_scale, token_loss, kl, ratio, metrics)
+
+
+def shares(
+    config: GRPOLossConfig,
+    entropy: bool,
+    layout: Layout,
+    lengths: Tensor,
+    normalizer: Tensor | None,
+    entropy_normalizer: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """c_i of every token (broadcastable), 1 / Z, and d loss / d entropy of every live token."""
+    weights = layout.spread(aggregation.sequence_weights(config, lengths))
+    scale = aggregation.denominator(config, lengths, normalizer).reciprocal()
+    if not entropy or config.entropy_coef == 0:
+        return weights, scale, None
+    count = lengths.sum().clamp(min=1) if entropy_normalizer is None else entropy_normalizer
+    return weights, scale, -config.entropy_coef / count
+
+
+def term_options(config: GRPOLossConfig) -> tuple[float, float, float, float, float, bool, str, bool]:
+    """lower, upper, delta, dual_clip, beta, cispo, kl, corrected: what `formulas.token_terms` takes from a config."""
+    delta, dual_clip = (math.inf if limit is None else limit for limit in (config.delta, config.dual_clip))
+    kl = "none" if config.beta == 0 else config.kl_estimator
+    return (
+        config.lower_bound, config.upper_bound, delta, dual_clip, config.beta,
+        config.loss_type == "cispo", kl, config.use_bias_correction_kl,
     )  # fmt: skip
 
 
-def _limit(value: float | None) -> float:
-    return math.inf if value is None else value
-
-
-def _policy_term(config: GRPOLossConfig, ratio: Tensor, tokens: TokenInputs) -> tuple[Tensor, Tensor]:
-    """The weighted surrogate of each token and its slope in the token's (or its sequence's) log-ratio."""
-    if config.loss_type == "cispo":
-        loss, slope = formulas.cispo_surrogate(ratio, tokens.advantages, tokens.logps, config.upper_bound)
-    else:
-        loss, slope = formulas.clipped_surrogate(
-            ratio,
-            tokens.advantages,
-            config.lower_bound,
-            config.upper_bound,
-            _limit(config.delta),
-            _limit(config.dual_clip),
-        )
-    if tokens.weight is None:
-        return loss, slope
-    return formulas.zero_safe_product(tokens.weight, loss), formulas.zero_safe_product(tokens.weight, slope)
-
-
-_KL = {"k1": formulas.kl_k1, "k2": formulas.kl_k2, "k3": formulas.kl_k3}
-
-
-def _kl_term(config: GRPOLossConfig, ratio: Tensor, tokens: TokenInputs) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The KL of each token, its slope in the token's own log-prob, and, bias-corrected, its slope in the log-ratio."""
-    if tokens.ref is None:
-        raise ValueError(
-            "grpo_loss: ref_per_token_logps must be given when beta is not 0, got None. Pass it or set beta=0."
-        )
-    value, slope = _KL[config.kl_estimator](tokens.ref - tokens.logps)
-    if not config.use_bias_correction_kl:
-        return value, slope, None
-    value = formulas.zero_safe_product(ratio, value)
-    return value, formulas.zero_safe_product(ratio, slope), value
+def _terms(config: GRPOLossConfig, tokens: TokenInputs, layout: Layout, lengths: Tensor) -> TokenTerms:
+    logps = tokens.logps
+    # on-policy nothing is subtracted, and a NaN still shows
+    log_ratio = torch.where(logps == logps, 0.0, logps) if tokens.old is None else logps - tokens.old
+    if config.importance_sampling_level == "sequence":
+        log_ratio = layout.spread(layout.sum(log_ratio) / lengths.clamp(min=1)).expand_as(logps)
+    ratio = torch.exp(log_ratio)
+    lower, upper, delta, dual_clip, beta, cispo, kl, corrected = term_options(config)
+    terms = formulas.token_terms(
+        ratio, tokens.advantages, logps, tokens.weight, tokens.ref, lower, upper, delta, dual_clip, beta,
+        cispo, tokens.weight is not None, kl, corrected,
+    )  # fmt: skip
+    return TokenTerms(ratio, *terms)
 
 
 def metric_names(config: GRPOLossConfig, weighted: bool) -> list[str]:
@@ -173,7 +170,7 @@ def _metrics(
     if config.loss_type == "cispo":
         metrics["cispo_clip_ratio"] = share((ratio > config.upper_bound) & (advantages > 0))
     else:
-        used = ratio.clamp(max=_limit(config.delta))
+        used = ratio if config.delta is None else ratio.clamp(max=config.delta)
         low = (used < config.lower_bound) & (advantages < 0)
         high = (used > config.upper_bound) & (advantages > 0)
         metrics |= {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from typing import Any
 
@@ -21,7 +22,9 @@ def test_the_report_gives_each_a_state() -> None:
     assert all(state for state in report.values())
 
 
-@pytest.mark.parametrize("impl", [name for name, state in backends.report().items() if state != "available"])
+@pytest.mark.parametrize(
+    "impl", [name for name, state in backends.report().items() if not state.startswith("available")]
+)
 def test_what_is_not_there_is_refused_with_the_reason(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match=f"impl='{impl}' is not available: .*impl='torch'"):
         gk.per_token_logps(LOGITS, IDS, impl=impl)
@@ -41,13 +44,43 @@ def test_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         gk.per_token_logps(LOGITS, IDS)
 
 
-def test_auto_on_a_gpu_warns_once_about_the_slower_path() -> None:
+def test_auto_takes_triton_on_a_gpu_or_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda")
+    monkeypatch.setattr(backends, "_unavailable", lambda name, device: None)
+    assert backends.resolve("grpo_loss", "auto", device) == "triton"
+    monkeypatch.setattr(backends, "_unavailable", lambda name, device: "a reason")
     backends._warned.clear()
-    with pytest.warns(UserWarning, match="runs the torch implementation on cuda"):
-        assert backends.resolve("grpo_loss", "auto", torch.device("cuda")) == "torch"
+    with pytest.warns(UserWarning, match="runs the torch implementation on cuda: a reason"):
+        assert backends.resolve("grpo_loss", "auto", device) == "torch"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert backends.resolve("grpo_loss", "auto", torch.device("cuda")) == "torch"
+        assert backends.resolve("grpo_loss", "auto", device) == "torch"
+
+
+def test_auto_on_the_cpu_is_torch_even_where_triton_is_interpreted() -> None:
+    assert backends.resolve("grpo_loss", "auto", torch.device("cpu")) == "torch"
+
+
+def test_without_triton_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "triton" else find(name, *rest)
+    )
+    backends._triton_missing.cache_clear()
+    try:
+        assert "not installed" in backends.report()["triton"]
+        with pytest.raises(RuntimeError, match="triton is not installed"):
+            gk.per_token_logps(LOGITS, IDS, impl="triton")
+        assert gk.per_token_logps(LOGITS, IDS).logps.shape == (2, 3)
+    finally:
+        monkeypatch.undo()
+        backends._triton_missing.cache_clear()
+
+
+def test_triton_on_the_cpu_without_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"):
+        gk.per_token_logps(LOGITS, IDS, impl="triton")
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "bnpo", "cispo", "grpo", "dr_grpo"])

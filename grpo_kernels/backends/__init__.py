@@ -3,30 +3,82 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import importlib
+import importlib.util
 import os
 import warnings
 from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from .. import ops  # noqa: F401  (registers the ops)
+from ..config import GRPOLossConfig
 from ..ops.schema import NAMESPACE, last_used
 
-__all__ = ["last_used", "report", "resolve", "row_op"]
+__all__ = ["last_used", "loss_op", "one_kernel_op", "report", "resolve", "row_op"]
 
 ENVIRONMENT: Final = "GRPO_KERNELS_BACKEND"
 _IMPLS: Final = ("auto", "triton", "cpp", "torch")
-_MISSING: Final = {
-    "triton": "the Triton kernels are not built yet in this version",
-    "cpp": "the C++ kernels are not built yet in this version",
-}
+_ACCELERATORS: Final = ("cuda", "xpu")
 _warned: set[str] = set()
 
 
 def report() -> dict[str, str]:
-    """For each implementation: "available", or why it is not."""
-    return {name: _MISSING.get(name, "available") for name in _IMPLS[1:]}
+    """For each implementation: "available" (and where), or why it is not."""
+    reason = _triton_missing()
+    if reason is None:
+        reason = "available, interpreted on the CPU" if _interpreted() else "available on CUDA, ROCm and XPU tensors"
+    return {"triton": reason, "cpp": _CPP_MISSING, "torch": "available"}
+
+
+_CPP_MISSING: Final = "the C++ kernels are not built yet in this version"
+
+
+@functools.lru_cache
+def _triton_missing() -> str | None:
+    """Why the Triton kernels cannot run at all; None when they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (it comes with the CUDA and ROCm builds of torch)"
+    try:
+        importlib.import_module(".triton", __name__)
+    except Exception as error:  # noqa: BLE001  (whatever a broken or foreign triton raises is the reason)
+        return f"triton cannot be used: {type(error).__name__}: {error}"
+    return None
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def _unavailable(name: str, device: torch.device) -> str | None:
+    """Why an implementation cannot run on this device; None when it can."""
+    if name == "torch":
+        return None
+    if name == "cpp":
+        return _CPP_MISSING
+    missing = _triton_missing()
+    if missing is not None:
+        return missing
+    if device.type in _ACCELERATORS:
+        return _too_old(device)
+    if device.type == "cpu" and _interpreted():
+        return None
+    return (
+        f"Triton compiles for GPUs, not for {device.type} (TRITON_INTERPRET=1, set at start, interprets it on the CPU)"
+    )
+
+
+@functools.lru_cache
+def _too_old(device: torch.device) -> str | None:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= (8, 0):
+        return None
+    return f"the kernels need compute capability 8.0, this device has {capability[0]}.{capability[1]}"
 
 
 def resolve(function: str, impl: str, device: torch.device) -> str:
@@ -43,10 +95,18 @@ def resolve(function: str, impl: str, device: torch.device) -> str:
         close = difflib.get_close_matches(str(asked), _IMPLS, n=1)
         hint = f"Did you mean {close[0]!r}?" if close else "Choose one of these."
         raise ValueError(f"{function}: {source} must be one of {', '.join(_IMPLS)}, got {asked!r}. {hint}")
-    if asked in _MISSING:
-        raise RuntimeError(f"{function}: {source}={asked!r} is not available: {_MISSING[asked]}. Use impl='torch'.")
-    if asked == "auto" and device.type in ("cuda", "xpu") and not torch.compiler.is_compiling():
-        _warn_once(f"{function}: runs the torch implementation on {device.type}: {_MISSING['triton']}.")
+    if asked != "auto":
+        reason = _unavailable(asked, device)
+        if reason is not None:
+            raise RuntimeError(f"{function}: {source}={asked!r} is not available: {reason}. Use impl='torch'.")
+        return asked
+    if device.type not in _ACCELERATORS:
+        return "torch"
+    reason = _unavailable("triton", device)
+    if reason is None:
+        return "triton"
+    if not torch.compiler.is_compiling():
+        _warn_once(f"{function}: runs the torch implementation on {device.type}: {reason}.")
     return "torch"
 
 
@@ -61,3 +121,20 @@ def row_op(kind: str, impl: str) -> Callable[..., Any]:
     stem, suffix = (kind[:-1], "_") if kind.endswith("_") else (kind, "")
     op: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), f"{stem}_{impl}{suffix}")
     return op
+
+
+def loss_op(config: GRPOLossConfig, impl: str) -> Callable[..., Any] | None:
+    """The op that makes statistics and token terms in one pass, if one claims this config; None: the general route."""
+    if impl != "triton" or config.importance_sampling_level != "token":
+        return None
+    return row_op("loss_stats", impl)
+
+
+def one_kernel_op(logits: Tensor, impl: str) -> Callable[..., Any] | None:
+    """The op that also leaves the gradient over the logits in the same launch, for a `loss_op`; None: two launches.
+
+    float16 is left out: with 1/Z inside, most of its gradients would flush to zero before a loss scale reaches them.
+    """
+    if impl != "triton" or logits.dtype == torch.float16 or torch.compiler.is_compiling():
+        return None
+    return row_op("loss_grad_", impl)

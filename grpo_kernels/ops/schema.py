@@ -14,6 +14,13 @@ row_stats_* returns, per row (0 at dead rows; float64 for float64 logits, else f
     sum_exp      S = sum exp(y)
     sum_others   R = the same without the target's column: 1 - p of the target is R / S, never 1 - exp(logp)
 
+loss_stats_* are those of a token-level loss in the same pass: (logps, entropy, row_max, sum_exp, sum_others), then per
+row (ratio, loss, slope, own_slope, kl) of `formulas.token_terms` and the advantage. Side inputs are broadcastable to
+the targets, any strides, dtype of the statistics; with group_size > 0 `advantages` are rewards of consecutive groups.
+
+loss_grad_*_ does the same and, in the same launch, writes d loss / d logits over the logits: `share` is c_i / Z per
+row, `entropy_scale` d loss / d entropy. row_scale_*_ multiplies them by an upstream gradient later.
+
 row_grad_* gives d/dlogits of `sum(grad_logps * logps + grad_entropy * entropy)` in the logits' dtype; rows whose two
 coefficients are 0 are written as 0 without being read. row_grad_*_ (`_` at the end) writes it over the logits.
 """
@@ -35,6 +42,12 @@ _GRAD = (
     "Tensor targets, Tensor temperature, float logit_scale, float? softcap, Tensor entropy, Tensor row_max,"
     " Tensor sum_exp, Tensor sum_others, Tensor grad_logps, Tensor? grad_entropy)"
 )
+_LOSS = (
+    "Tensor targets, Tensor temperature, float logit_scale, float? softcap, bool entropy,"
+    " Tensor advantages, int group_size, Tensor? old, Tensor? ref, Tensor? weight, float lower, float upper,"
+    " float delta, float dual_clip, float beta, bool cispo, str kl, bool corrected"
+)
+_LOSS_OUT = ") -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 _library = torch.library.Library(NAMESPACE, "DEF")
 _last_used: str | None = None
 
@@ -53,9 +66,39 @@ def implement(
         (f"row_grad_{name}", f"(Tensor logits, {_GRAD} -> Tensor", row_grad, _fake_grad),
         (f"row_grad_{name}_", f"(Tensor(a!) logits, {_GRAD} -> ()", row_grad_, _fake_grad_),
     ):
-        _library.define(op + arguments)
-        _library.impl(op, _recorded(name, kernel), "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{NAMESPACE}::{op}", fake, lib=_library)
+        recorded = (
+            _recorded(name, kernel) if fake is _fake_stats else kernel
+        )  # a backward is part of its forward's call
+        _define(op, arguments, recorded, fake)
+
+
+def _define(op: str, arguments: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    _library.define(op + arguments)
+    _library.impl(op, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{op}", fake, lib=_library)
+
+
+def implement_loss(
+    name: str, loss_stats: Callable[..., Any], loss_grad_: Callable[..., Any], row_scale_: Callable[..., None]
+) -> None:
+    """Register a one-pass loss as `loss_stats_NAME`, `loss_grad_NAME_` and `row_scale_NAME_`."""
+    shares = ", Tensor share, Tensor? entropy_scale"
+    for op, arguments, kernel, fake in (
+        (
+            f"loss_stats_{name}",
+            f"(Tensor logits, {_LOSS}{_LOSS_OUT}",
+            _recorded(f"{name} one-pass", loss_stats),
+            _fake_loss,
+        ),
+        (
+            f"loss_grad_{name}_",
+            f"(Tensor(a!) logits, {_LOSS}{shares}{_LOSS_OUT}",
+            _recorded(f"{name} one-kernel", loss_grad_),
+            _fake_loss,
+        ),
+        (f"row_scale_{name}_", "(Tensor(a!) logits, Tensor factor) -> ()", row_scale_, _fake_grad_),
+    ):
+        _define(op, arguments, kernel, fake)
 
 
 def _recorded(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,6 +122,19 @@ def _fake_stats(
     names = ("logps", "entropy", "lse", "row_max", "sum_exp", "sum_others")
     shapes = [[0] if name == "entropy" and not entropy else targets.shape for name in names]
     return tuple(torch.empty(shape, dtype=dtype, device=logits.device) for shape in shapes)
+
+
+def _fake_loss(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    logit_scale: float,
+    softcap: float | None,
+    entropy: bool,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    stats = _fake_stats(logits, targets, temperature, logit_scale, softcap, entropy)
+    return (*stats[:2], *stats[3:], *(torch.empty_like(stats[0]) for _ in range(6)))
 
 
 def _fake_grad(logits: Tensor, *rest: Any) -> Tensor:
