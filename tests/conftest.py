@@ -1,23 +1,21 @@
-"""Every test starts from the same seed and leaves torch as it found it.
-
-With GRPO_KERNELS_BACKEND=triton the run is another one: a sample of the tests that know nothing of implementations, on
-the Triton kernels in the interpreter (`make test` runs both).
-"""
+"""Every test starts from the same seed and leaves torch as it found it."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
-import re
-import zlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
 import torch
-from interpreter import tamed
+
+# read when triton is first imported: its kernels are then interpreted, on the CPU, here and in child processes
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+hypothesis.settings.register_profile("local", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, database=None, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores
     torch.set_num_threads(1)
@@ -27,21 +25,7 @@ def has_accelerator() -> bool:
     return torch.cuda.is_available() or torch.xpu.is_available()
 
 
-SAMPLED = os.environ.get("GRPO_KERNELS_BACKEND") == "triton"
-if SAMPLED or not has_accelerator():
-    # read when triton is first imported: kernels are then interpreted on the CPU, here and in child processes
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-hypothesis.settings.register_profile("local", deadline=None)
-hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, database=None, print_blob=True)
-hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if SAMPLED:
-        sample = list(sample_of(items))
-        config.hook.pytest_deselected(items=[item for item in items if item not in sample])
-        items[:] = sample
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if has_accelerator():
         return
     skip = pytest.mark.skip(reason="needs a CUDA, ROCm or XPU device; torch sees none here")
@@ -58,48 +42,3 @@ def torch_state() -> Iterator[None]:
     torch.set_num_threads(threads)
     torch.set_default_dtype(dtype)
     torch.set_grad_enabled(grad)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def tamed_interpreter() -> Iterator[None]:
-    with tamed() if os.environ.get("TRITON_INTERPRET") == "1" else contextlib.nullcontext():
-        yield
-
-
-# The sample: a row costs the interpreter some 20 ms, so of every test function one or two cases run, and a call with
-# more rows or columns than are affordable skips its test and says so.
-
-PROMISES = re.compile(r"test_(field_\w+|golden|coefficients)\.py")
-MOST_ROWS, MOST_LOGITS = 64, 400_000
-
-
-def sample_of(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """The first case of each test of a promise and another, always the same, that the name of the test draws."""
-    promises = [item for item in items if isinstance(item, pytest.Function) and PROMISES.fullmatch(item.path.name)]
-    for function, group in itertools.groupby(promises, key=lambda item: (item.path.name, item.originalname)):
-        cases = list(group)
-        affordable = [case for case in cases if parameters(case).get("vocab", 0) <= 600] or cases[:1]
-        drawn = affordable[zlib.crc32("/".join(function).encode()) % len(affordable)]
-        yield affordable[0]
-        if drawn is not affordable[0]:
-            yield drawn
-
-
-def parameters(case: pytest.Function) -> dict[str, Any]:
-    return case.callspec.params if hasattr(case, "callspec") else {}
-
-
-@pytest.fixture(autouse=SAMPLED)
-def affordable_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    from grpo_kernels import checks
-
-    check_logits: Callable[..., tuple[torch.Tensor, torch.Tensor]] = checks.check_logits
-
-    def check(function: str, logits: Any, *rest: Any) -> Any:
-        checked = check_logits(function, logits, *rest)
-        rows, columns = checked[1].numel(), logits.shape[-1]
-        if rows > MOST_ROWS or rows * columns > MOST_LOGITS:
-            pytest.skip(f"{rows} rows of {columns} logits take the interpreter too long")
-        return checked
-
-    monkeypatch.setattr(checks, "check_logits", check)
