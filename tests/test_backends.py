@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import warnings
 from typing import Any
 
@@ -58,10 +58,10 @@ def test_auto_on_the_cpu_is_torch_even_where_triton_is_interpreted() -> None:
 
 
 def test_without_triton_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "triton" else find(name, *rest)
-    )
+    def absent(*_arguments: object) -> None:
+        raise ModuleNotFoundError("No module named 'triton'", name="triton")
+
+    monkeypatch.setattr(importlib, "import_module", absent)
     backends._triton_missing.cache_clear()
     try:
         assert "not installed" in backends.report()["triton"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
-import importlib.util
 import os
 import warnings
 from collections.abc import Callable
@@ -44,11 +43,11 @@ _CPP_MISSING: Final = "the C++ kernels are not built yet in this version"
 @functools.lru_cache
 def _triton_missing() -> str | None:
     """Why the Triton kernels cannot run at all; None when they can."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed (it comes with the CUDA and ROCm builds of torch)"
     try:
         importlib.import_module(".triton", __name__)
-    except Exception as error:  # noqa: BLE001  (whatever a broken or foreign triton raises is the reason)
+    except Exception as error:  # noqa: BLE001  (whatever a missing, broken or foreign triton raises is the reason)
+        if isinstance(error, ModuleNotFoundError) and error.name == "triton":
+            return "triton is not installed (it comes with the CUDA and ROCm builds of torch)"
         return f"triton cannot be used: {type(error).__name__}: {error}"
     return None
 
