@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
-import importlib.util
 import os
 import warnings
 from collections.abc import Callable
@@ -30,21 +29,25 @@ def report() -> dict[str, str]:
     """For each implementation: "available" (and where), or why it is not."""
     reason = _triton_missing()
     if reason is None:
-        reason = "available, interpreted on the CPU" if _interpreted() else "available on CUDA, ROCm and XPU tensors"
+        reason = "available by name: on CUDA, ROCm and XPU tensors (not yet run on a GPU)"
+        if _interpreted():
+            reason += ", interpreted on CPU tensors"
     return {"triton": reason, "cpp": _CPP_MISSING, "torch": "available"}
 
 
+# compiled and interpreted, not yet run: until they were, a user asks for them by name
+_UNPROVEN: Final = "the Triton kernels have not run on a GPU yet, impl='triton' tries them"
 _CPP_MISSING: Final = "the C++ kernels are not built yet in this version"
 
 
 @functools.lru_cache
 def _triton_missing() -> str | None:
     """Why the Triton kernels cannot run at all; None when they can."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed (it comes with the CUDA and ROCm builds of torch)"
     try:
         importlib.import_module(".triton", __name__)
-    except Exception as error:  # noqa: BLE001  (whatever a broken or foreign triton raises is the reason)
+    except Exception as error:  # noqa: BLE001  (whatever a missing, broken or foreign triton raises is the reason)
+        if isinstance(error, ModuleNotFoundError) and error.name == "triton":
+            return "triton is not installed (it comes with the CUDA and ROCm builds of torch)"
         return f"triton cannot be used: {type(error).__name__}: {error}"
     return None
 
@@ -100,13 +103,8 @@ def resolve(function: str, impl: str, device: torch.device) -> str:
         if reason is not None:
             raise RuntimeError(f"{function}: {source}={asked!r} is not available: {reason}. Use impl='torch'.")
         return asked
-    if device.type not in _ACCELERATORS:
-        return "torch"
-    reason = _unavailable("triton", device)
-    if reason is None:
-        return "triton"
-    if not torch.compiler.is_compiling():
-        _warn_once(f"{function}: runs the torch implementation on {device.type}: {reason}.")
+    if device.type in _ACCELERATORS and not torch.compiler.is_compiling():
+        _warn_once(f"{function}: runs the torch implementation on {device.type}: {_UNPROVEN}.")
     return "torch"
 
 
