@@ -23,8 +23,10 @@ $(INSTALLED): pyproject.toml constraints.txt $(wildcard setup.py)
 demo: $(INSTALLED)  ## train a small model on the spot and show that it improves; ARGS="--seed 1" passes options on
 	$(BIN)/grpo-kernels train $(ARGS)
 
-test: $(INSTALLED)  ## run the tests, two at a time; ARGS="-k name" passes options on
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+# The second run takes a sample of the tests that know nothing of implementations to the Triton kernels, interpreted.
+test: $(INSTALLED)  ## run the tests, two at a time; ARGS="-k name" passes options on, and then runs nothing else
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(if $(ARGS),,GRPO_KERNELS_BACKEND=triton $(BIN)/python -m pytest -n 2)
 
 lint: $(INSTALLED)  ## ruff: rules and format
 	$(BIN)/ruff check .

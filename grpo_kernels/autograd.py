@@ -229,7 +229,7 @@ class GRPOLossFunction(torch.autograd.Function):
                     config, config.needs_entropy, layout, layout.sum(live.to(dtype)), extras.normalizer,
                     extras.entropy_normalizer,
                 )  # fmt: skip
-                stats = one_kernel(*arguments, *details, weights * scale, entropy_scale)
+                stats = one_kernel(*arguments, *details, weights, scale, entropy_scale)
             logps, entropy, row_max, sum_exp, sum_others, *parts, values = stats
             terms = objective.TokenTerms(*parts)
         else:

@@ -44,13 +44,17 @@ def test_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         gk.per_token_logps(LOGITS, IDS)
 
 
-def test_auto_on_a_gpu_is_torch_and_says_so_once() -> None:
+def test_auto_takes_triton_on_a_gpu_or_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda")
+    monkeypatch.setattr(backends, "_unavailable", lambda name, device: None)
+    assert backends.resolve("grpo_loss", "auto", device) == "triton"
+    monkeypatch.setattr(backends, "_unavailable", lambda name, device: "a reason")
     backends._warned.clear()
-    with pytest.warns(UserWarning, match="runs the torch implementation on cuda"):
-        assert backends.resolve("grpo_loss", "auto", torch.device("cuda")) == "torch"
+    with pytest.warns(UserWarning, match="runs the torch implementation on cuda: a reason"):
+        assert backends.resolve("grpo_loss", "auto", device) == "torch"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert backends.resolve("grpo_loss", "auto", torch.device("cuda")) == "torch"
+        assert backends.resolve("grpo_loss", "auto", device) == "torch"
 
 
 def test_auto_on_the_cpu_is_torch_even_where_triton_is_interpreted() -> None:

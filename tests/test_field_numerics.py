@@ -207,7 +207,9 @@ def test_the_extremes_of_float16() -> None:
     logits = torch.tensor([rows], dtype=torch.float16, requires_grad=True)
     out = score(logits, [[0, 1, 1]])
     assert out.logps[0].tolist() == [0.0, -131008.0, -130976.0]
-    assert out.entropy[0].tolist() == pytest.approx([0.0, 0.0, 0.0], abs=6e-8)
+    # exact in torch, to half an ulp of log S = 0 in Triton, whose maximum times log2(e) / T is rounded
+    allowed = 6e-8 if gk.backends.last_used() == "triton" else 0.0
+    assert out.entropy[0].tolist() == pytest.approx([0.0, 0.0, 0.0], abs=allowed)
     out.logps.sum().backward()
     assert logits.grad is not None
     assert logits.grad[0, 0].tolist() == [0.0, 0.0]

@@ -29,14 +29,12 @@ def report() -> dict[str, str]:
     """For each implementation: "available" (and where), or why it is not."""
     reason = _triton_missing()
     if reason is None:
-        reason = "available by name: on CUDA, ROCm and XPU tensors (not yet run on a GPU)"
+        reason = "available on CUDA, ROCm and XPU tensors (compiled and interpreted, not yet run on one)"
         if _interpreted():
             reason += ", interpreted on CPU tensors"
     return {"triton": reason, "cpp": _CPP_MISSING, "torch": "available"}
 
 
-# compiled and interpreted, not yet run: until they were, a user asks for them by name
-_UNPROVEN: Final = "the Triton kernels have not run on a GPU yet, impl='triton' tries them"
 _CPP_MISSING: Final = "the C++ kernels are not built yet in this version"
 
 
@@ -103,8 +101,13 @@ def resolve(function: str, impl: str, device: torch.device) -> str:
         if reason is not None:
             raise RuntimeError(f"{function}: {source}={asked!r} is not available: {reason}. Use impl='torch'.")
         return asked
-    if device.type in _ACCELERATORS and not torch.compiler.is_compiling():
-        _warn_once(f"{function}: runs the torch implementation on {device.type}: {_UNPROVEN}.")
+    if device.type not in _ACCELERATORS:
+        return "torch"
+    reason = _unavailable("triton", device)
+    if reason is None:
+        return "triton"
+    if not torch.compiler.is_compiling():
+        _warn_once(f"{function}: runs the torch implementation on {device.type}: {reason}.")
     return "torch"
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .schema import stats_dtype
+from .schema import DEAD, stats_dtype
 
 _BLOCK = 512  # columns of one partial sum; two levels keep a float32 sum over 10^5 columns within an ulp or two
 _CHUNK_CPU = 1 << 19  # elements of one chunk: 2 MiB of float32, so that its passes stay in cache
@@ -143,7 +143,7 @@ def _write_grad(
     if grad_entropy is not None:
         needed = needed | (grad_entropy != 0)
         per_row += [entropy, grad_entropy]
-    needed = (needed & (targets >= 0)).reshape(-1)
+    needed = (needed & (targets != DEAD)).reshape(-1)
     flat = [t.reshape(-1, 1) for t in per_row]
     by = _split(out, logits)
     destinations = _matrices(out, by)
@@ -161,23 +161,26 @@ def _chunk_grad(
     dtype, width = row_max.dtype, rows.x.shape[1]
     capped = rows.capped(dtype)
     y = rows.exponents(capped, row_max)
-    y_target = y.gather(1, rows.target)
+    elsewhere = rows.target < 0
+    column = rows.target.clamp(min=0)
     slope = rows.slope()
     target_grad = grad_logps * (others / total)
     if entropy is None or grad_entropy is None:
         grad = y.exp_()
-        target_weight = grad.gather(1, rows.target)
+        target_weight = grad.gather(1, column)
         grad.mul_(-grad_logps / total * slope)
     else:
-        log_total = torch.where(y_target == 0, torch.log1p(others), torch.log(total))
+        # R < 1 where the target is the largest: there 1 + R has lost the digits of R
+        log_total = torch.where(others < 1, torch.log1p(others), torch.log(total))
         grad = y.exp()
-        target_weight = grad.gather(1, rows.target)
+        target_weight = grad.gather(1, column)
         # d H / d z = -p (log p - sum p log p) = -p (y + mean gap)
         y.clamp_(min=_exp_is_zero_below(dtype)).add_(entropy - log_total)
-        target_grad = target_grad - grad_entropy * (target_weight / total) * y.gather(1, rows.target)
+        target_grad = target_grad - grad_entropy * (target_weight / total) * y.gather(1, column)
         grad.mul_(y.mul_(-grad_entropy).sub_(grad_logps)).mul_(slope / total)
-    masked = (target_weight == 0) & (rows.x.gather(1, rows.target) <= _masked_below(rows.x.dtype))
-    grad.scatter_(1, rows.target, torch.where(masked, 0.0, target_grad * slope))
+    masked = (target_weight == 0) & (rows.x.gather(1, column) <= _masked_below(rows.x.dtype))
+    target_grad = torch.where(masked, 0.0, target_grad * slope)
+    grad.scatter_(1, column, torch.where(elsewhere, grad.gather(1, column), target_grad))
     grad = grad[:, :width]
     if rows.softcap is None:
         return grad

@@ -1,9 +1,10 @@
 """Schemas of the row ops, their fake kernels, and the record of which implementation ran last.
 
 `logits` is `[B, T, V]` or `[N, V]` with any strides, last axis stride 1; every other tensor has its leading shape.
-`targets` holds -1 at dead rows. The exponent of a column is `y = (c(x) - row_max) * k` in nats with `k = factor /
-temperature`: without a softcap `c(x) = x` and `factor = logit_scale`; with one `c(x) = softcap * tanh(logit_scale * x /
-softcap)` and `factor = 1`.
+`targets` holds DEAD at dead rows, and for gradients ELSEWHERE where the logits are a part of the vocabulary that the
+target is not in. The exponent of a column is `y = (c(x) - row_max) * k` in nats with `k = factor / temperature`:
+without a softcap `c(x) = x` and `factor = logit_scale`; with one `c(x) = softcap * tanh(logit_scale * x / softcap)` and
+`factor = 1`.
 
 row_stats_* returns, per row (0 at dead rows; float64 for float64 logits, else float32):
     logps        log softmax(z)[target], exact also where the target holds nearly all the mass
@@ -18,8 +19,8 @@ loss_stats_* are those of a token-level loss in the same pass: (logps, entropy, 
 row (ratio, loss, slope, own_slope, kl) of `formulas.token_terms` and the advantage. Side inputs are broadcastable to
 the targets, any strides, dtype of the statistics; with group_size > 0 `advantages` are rewards of consecutive groups.
 
-loss_grad_*_ does the same and, in the same launch, writes d loss / d logits over the logits: `share` is c_i / Z per
-row, `entropy_scale` d loss / d entropy. row_scale_*_ multiplies them by an upstream gradient later.
+loss_grad_*_ does the same and, in the same launch, writes d loss / d logits over the logits: `share` is c_i per
+row, `scale` 1 / Z, `entropy_scale` d loss / d entropy. row_scale_*_ multiplies them by an upstream gradient later.
 
 row_grad_* gives d/dlogits of `sum(grad_logps * logps + grad_entropy * entropy)` in the logits' dtype; rows whose two
 coefficients are 0 are written as 0 without being read. row_grad_*_ (`_` at the end) writes it over the logits.
@@ -34,6 +35,8 @@ import torch
 from torch import Tensor
 
 NAMESPACE: Final = "grpo_kernels"
+DEAD: Final = -1
+ELSEWHERE: Final = -2
 _STATS = (
     "(Tensor logits, Tensor targets, Tensor temperature, float logit_scale, float? softcap, bool entropy)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
@@ -82,7 +85,7 @@ def implement_loss(
     name: str, loss_stats: Callable[..., Any], loss_grad_: Callable[..., Any], row_scale_: Callable[..., None]
 ) -> None:
     """Register a one-pass loss as `loss_stats_NAME`, `loss_grad_NAME_` and `row_scale_NAME_`."""
-    shares = ", Tensor share, Tensor? entropy_scale"
+    shares = ", Tensor share, Tensor scale, Tensor? entropy_scale"
     for op, arguments, kernel, fake in (
         (
             f"loss_stats_{name}",

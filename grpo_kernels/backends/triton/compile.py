@@ -173,7 +173,7 @@ def run_case(case: Case) -> None:
     elif case.op == "row_grad":
         launch.row_grad(*arguments, *[row] * 5, row if case.entropy else None)
     else:
-        share = (row, one) if case.op == "loss_grad_" else ()
+        share = (row, one, one) if case.op == "loss_grad_" else ()
         launch.loss_stats(*arguments, case.entropy, *_loss_arguments(case, row), *share)
 
 

@@ -3,7 +3,9 @@
 import triton
 import triton.language as tl
 
-from .language import LOG2E, LOWEST, VANISHED, exponent, row_offset, soft_cap_parts, stored
+from .language import LN2, LOG2E, LOWEST, VANISHED, exponent, log1p, row_offset, soft_cap_parts, stored
+
+DEAD = tl.constexpr(-1)
 
 
 @triton.jit
@@ -42,7 +44,7 @@ def write_gradient(
     needed = g != 0
     if ENTROPY:
         needed = needed | (g_entropy != 0)
-    if needed & (target >= 0):
+    if needed & (target != DEAD):
         slope = (1.0 / heat).to(FLOAT) * factor
         k = slope * LOG2E
         m2 = tl.maximum(row_max * k, LOWEST)
@@ -52,7 +54,9 @@ def write_gradient(
         if ENTROPY:
             entropy_weight = -g_entropy * slope / total / LOG2E
             mean_gap = (entropy - tl.log(total)) * LOG2E
-        x_target = tl.load(row + target).to(FLOAT)
+        # of a part of the vocabulary, and of that part's own programs, not every one holds the target
+        here = (target >= first) & (target < last)
+        x_target = tl.load(row + target, mask=here, other=0.0).to(FLOAT)
         tl.debug_barrier()  # in place, the sweep overwrites the target's logit
         if end < last:
             x = tl.load(row + end + lane, mask=inside, other=0.0).to(FLOAT)
@@ -69,10 +73,10 @@ def write_gradient(
                 ENTROPY, SOFTCAP, FUSED, NVIDIA,
             )  # fmt: skip
             tl.store(out_row + start + lane, stored(grad, out_row.dtype.element_ty, FUSED))
-        if (target >= first) & (target < last):
+        if here:
             tl.debug_barrier()
             grad = target_grad(
-                x_target, k, m2, g, g_entropy, slope, total, others, mean_gap, logit_scale, softcap, masked_below,
+                x_target, k, m2, g, g_entropy, slope, total, others, entropy, logit_scale, softcap, masked_below,
                 ENTROPY, SOFTCAP, FUSED, NVIDIA,
             )  # fmt: skip
             tl.store(out_row + target, stored(grad, out_row.dtype.element_ty, FUSED))
@@ -114,7 +118,7 @@ def row_grad_bwd_kernel(
 
 @triton.jit
 def target_grad(
-    x, k, m2, g, g_entropy, slope, total, others, mean_gap,
+    x, k, m2, g, g_entropy, slope, total, others, entropy,
     logit_scale: tl.constexpr, softcap: tl.constexpr, masked_below: tl.constexpr,
     ENTROPY: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
@@ -129,7 +133,10 @@ def target_grad(
     grad = g * (others / total)
     if ENTROPY:
         y = tl.maximum(y, VANISHED, propagate_nan=tl.PropagateNan.ALL)
-        grad = grad - g_entropy * (e_target / total) * ((y + mean_gap) / LOG2E)
+        likely = e_target >= others
+        certain = -log1p(tl.where(likely, others / tl.where(likely, e_target, 1.0), 0.0))
+        logp = tl.where(likely, certain, y * LN2 - tl.log(total))
+        grad = grad - g_entropy * (e_target / total) * (logp + entropy)
     gone = (e_target == 0.0) & (raw <= masked_below)
     return tl.where(gone, 0.0, grad * slope * derivative)
 

@@ -17,7 +17,8 @@ from ... import formulas
 
 
 def _jitted(function: Callable[..., Any], **names: Any) -> Any:
-    copy = types.FunctionType(function.__code__, {"tl": tl, **names}, function.__name__)
+    # Triton looks up annotations as it does other names
+    copy = types.FunctionType(function.__code__, {"tl": tl, "Any": tl.constexpr(None), **names}, function.__name__)
     copy.__module__, copy.__qualname__ = function.__module__, function.__qualname__
     return triton.jit(copy)
 
@@ -51,7 +52,24 @@ def exponent(x, k, m2, FUSED: tl.constexpr):
     """x * k - m2, rounded once. The interpreter has no fused multiply-add: float64 stands in for it there."""
     if FUSED:
         return tl.fma(x, k, -m2)
-    return (x.to(tl.float64) * k - m2).to(x.dtype)
+    elif x.dtype == tl.float64:
+        return exact_product_minus(x, k, m2)
+    else:
+        return (x.to(tl.float64) * k - m2).to(x.dtype)
+
+
+@triton.jit
+def exact_product_minus(x, k, m2):
+    """x * k - m2 in float64 without a fused multiply-add: what the product lost in rounding is added again (Dekker)."""
+    product = x * k
+    x_wide = x * 134217729.0
+    x_high = x_wide - (x_wide - x)
+    k_wide = k * 134217729.0
+    k_high = k_wide - (k_wide - k)
+    x_low = x - x_high
+    k_low = k - k_high
+    lost = ((x_high * k_high - product) + x_high * k_low + x_low * k_high) + x_low * k_low
+    return (product - m2) + tl.where(lost == lost, lost, 0.0)  # NaN: of infinities and of what overflows
 
 
 @triton.jit
@@ -59,9 +77,10 @@ def stored(x, dtype: tl.constexpr, FUSED: tl.constexpr):
     """x in the output's dtype, rounded to nearest even; the interpreter would truncate to bfloat16."""
     if FUSED or dtype != tl.bfloat16:
         return x.to(dtype)
-    bits = x.to(tl.int32, bitcast=True)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
-    return tl.where(x == x, rounded, x).to(dtype)
+    else:  # what follows a return is compiled all the same, and a float64 has no 32 bits
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+        return tl.where(x == x, rounded, x).to(dtype)
 
 
 @triton.jit

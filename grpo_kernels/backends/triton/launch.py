@@ -192,7 +192,7 @@ def loss_stats(
     logits: Tensor, targets: Tensor, temperature: Tensor, logit_scale: float, softcap: float | None, entropy: bool,
     advantages: Tensor, group_size: int, old: Tensor | None, ref: Tensor | None, weight: Tensor | None,
     lower: float, upper: float, delta: float, dual_clip: float, beta: float, cispo: bool, kl: str, corrected: bool,
-    share: Tensor | None = None, entropy_scale: Tensor | None = None,
+    share: Tensor | None = None, scale: Tensor | None = None, entropy_scale: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """See ops/schema.py. With `share` the gradient is written over the logits."""
     dtype = stats_dtype(logits)
@@ -204,16 +204,17 @@ def loss_stats(
     heat, heat_stride = heat_of(temperature, targets)
     length, batch_stride, token_stride = geometry(logits)
     sides = [advantages if value is None else value for value in (advantages, old, ref, weight)]
-    strides = [stride for value in sides for stride in side_strides(value, targets, group_size > 0)]
+    strided = (None if group_size else advantages, old, ref, weight, share)
+    strides = [stride for value in strided for stride in side_strides(value, targets)]
     scalars = _scalars((lower, upper, delta, dual_clip, beta, EPS, 0.0), dtype, logits.device)
     shares = scalars if share is None else share
-    share_strides = (0, 0) if share is None else side_strides(share, targets, False)
+    scales = scalars[-1:] if scale is None else scale.reshape(1)
     entropy_scales = scalars[-1:] if entropy_scale is None else entropy_scale.reshape(1)
 
     def run(tile: Tile, target: Target) -> None:
         grpo_loss_fwd_kernel[(targets.numel(),)](
-            logits, flat(targets), heat, *sides, scalars, shares, entropy_scales, *outputs,
-            length, logits.shape[-1], batch_stride, token_stride, heat_stride, group_size, *strides, *share_strides,
+            logits, flat(targets), heat, *sides, scalars, shares, scales, entropy_scales, *outputs,
+            length, logits.shape[-1], batch_stride, token_stride, heat_stride, group_size, *strides,
             ON_POLICY=old is None, CISPO=cispo, WEIGHTED=weight is not None, KL=kl, CORRECTED=corrected,
             GROUP=triton.next_power_of_2(group_size) if group_size else 0, GRADIENT=share is not None,
             ALIGNED=aligned(logits), PAIRED=logits.dtype == torch.bfloat16,
@@ -247,9 +248,9 @@ def row_scale_(logits: Tensor, factor: Tensor) -> None:
     launch(logits, run)
 
 
-def side_strides(values: Tensor, targets: Tensor, per_group: bool) -> tuple[int, int]:
-    """(batch stride, token stride) of a side input, broadcast to the targets."""
-    if per_group:
+def side_strides(values: Tensor | None, targets: Tensor) -> tuple[int, int]:
+    """(batch stride, token stride) of a side input, broadcast to the targets; of one that is not read, 0."""
+    if values is None:
         return 0, 0
     spread = values.expand(targets.shape)
     return (0, spread.stride(0)) if targets.ndim == 1 else (spread.stride(0), spread.stride(1))

@@ -33,7 +33,7 @@ def group_advantage(rewards, sequence, group_size, eps, GROUP: tl.constexpr):
 
 @triton.jit
 def grpo_loss_fwd_kernel(
-    logits, targets, temperature, advantages, old, ref, weight, scalars, share, entropy_scale,
+    logits, targets, temperature, advantages, old, ref, weight, scalars, share, scale, entropy_scale,
     logps, entropy, row_max, sum_exp, sum_others, ratios, losses, slopes, own_slopes, kls, advantages_out,
     T, V, batch_stride, token_stride, temperature_stride, group_size,
     advantages_batch_stride, advantages_token_stride, old_batch_stride, old_token_stride,
@@ -47,8 +47,8 @@ def grpo_loss_fwd_kernel(
 ):  # fmt: skip
     """This program handles token row n. Reads V logits and its side inputs; a dead row reads nothing and writes 0.
 
-    GRADIENT: `share`, c_i / Z, is known, so a second sweep, in reverse since the end is still in the cache, writes
-    d loss / d logits over the logits.
+    GRADIENT: `share`, c_i, and `scale`, 1 / Z, are known, so a second sweep, in reverse since the end is still in the
+    cache, writes d loss / d logits over the logits.
     """
     n = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + n).to(tl.int32)
@@ -116,7 +116,7 @@ def grpo_loss_fwd_kernel(
         if GRADIENT:
             tl.debug_barrier()  # every lane has read its logits
             part = tl.load(share + sequence * share_batch_stride + token * share_token_stride)
-            coef = (slope + own_slope) * part
+            coef = part * (slope + own_slope) * tl.load(scale)
             entropy_coef = coef
             if ENTROPY:
                 entropy_coef = tl.load(entropy_scale)

@@ -166,8 +166,14 @@ def row_statistics(
     entropy = logp
     if ENTROPY:
         y_floored = tl.maximum(y_target, VANISHED, propagate_nan=tl.PropagateNan.ALL)
-        energy = across_lanes((e + shift * s) * tl.exp2(shift), LANES) + e_target * y_floored
-        entropy = log_total - energy / total * LN2
+        energy = across_lanes((e + shift * s) * tl.exp2(shift), LANES)
+        # a likely target's own y stands in log S and in the energy: taken out of both, since it is a rounding residue
+        entropy = tl.where(
+            likely,
+            log1p(ratio) + (y_floored * others - energy) / total * LN2,
+            log_total - (energy + e_target * y_floored) / total * LN2,
+        )
+        entropy = tl.maximum(entropy, 0.0, propagate_nan=tl.PropagateNan.ALL)
     lse = top * factor / temperature + (log_total - residue)
     # -inf everywhere is no distribution
     if SOFTCAP:
