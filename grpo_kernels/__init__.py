@@ -8,12 +8,13 @@ from typing import Any
 from . import backends, reference
 from .advantages import group_advantages
 from .autograd import GRPOLossFunction, PerTokenLogpsFunction
+from .autograd_linear import LinearGRPOLossFunction
 from .config import GRPOLossConfig
 from .functional import grpo_loss, per_token_logps
-from .modules import GRPOLoss
+from .functional_linear import linear_grpo_loss, linear_per_token_logps
+from .modules import GRPOLoss, LinearGRPOLoss
 from .outputs import GRPOLossOutput, LogpsOutput, PerToken
 from .rollout_check import RolloutCheck, check_rollout_logps
-from .unbuilt import LinearGRPOLoss, LinearGRPOLossFunction, linear_grpo_loss, linear_per_token_logps
 
 __all__ = [
     "GRPOLoss",

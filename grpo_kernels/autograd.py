@@ -16,42 +16,8 @@ from torch import Tensor
 from . import objective
 from .backends import loss_op, one_kernel_op, row_op
 from .config import GRPOLossConfig
-from .layout import Layout, make_layout
-from .ops.schema import stats_dtype
-
-
-class RowCall(NamedTuple):
-    """How the row ops of one call run."""
-
-    impl: str = "torch"
-    inplace: bool = False
-
-
-class LossCall(NamedTuple):
-    """What one call of a loss has besides the arguments of its Function; shapes as in `grpo_loss`."""
-
-    rows: RowCall = RowCall()
-    temperature: Tensor | None = None
-    cu_seqlens: Tensor | None = None
-    importance_sampling_ratio: Tensor | None = None
-    normalizer: Tensor | None = None
-    entropy_normalizer: Tensor | None = None
-    group_size: int = 0
-    """> 0: the advantages are rewards, and the kernel normalises them in consecutive groups of this size."""
-
-
-def _temperature(config: GRPOLossConfig, temperature: float | Tensor | None, logits: Tensor) -> Tensor:
-    dtype = stats_dtype(logits)
-    if isinstance(temperature, Tensor):
-        return temperature.to(dtype=dtype, device=logits.device)
-    number = config.temperature if temperature is None else temperature
-    return torch.full((), number, dtype=dtype, device=logits.device)
-
-
-def live_rows(ids: Tensor, mask: Tensor | None, vocabulary: int) -> Tensor:
-    """Rows that count: masked in, with an id of the vocabulary. Bool, like ids."""
-    live = (ids >= 0) & (ids < vocabulary)
-    return live if mask is None else live & (mask != 0)
+from .inputs import LossCall, RowCall, live_rows, temperature_tensor, token_inputs
+from .ops.schema import DEAD, stats_dtype
 
 
 class _Saved(NamedTuple):
@@ -104,12 +70,18 @@ class _OnceDifferentiable(torch.autograd.Function):
         )
 
 
+def once_differentiable(grad: Tensor | None, *origins: Tensor | None) -> Tensor | None:
+    """A gradient that refuses to be differentiated, whatever of `origins` it is differentiated by."""
+    if grad is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return grad
+    # on every path by which the gradient depends on something, so that no second derivative passes it by
+    refusing: Tensor = _OnceDifferentiable.apply(grad.detach(), *origins)  # type: ignore[no-untyped-call]
+    return refusing
+
+
 def _gradients(ctx: Any, grad: Tensor | None, *origins: Tensor | None) -> tuple[Tensor | None, ...]:
     """What backward returns: the gradient of the logits, and none for the other arguments."""
-    if grad is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        # on every path by which the gradient depends on something, so that no second derivative passes it by
-        grad = _OnceDifferentiable.apply(grad.detach(), *origins)  # type: ignore[no-untyped-call]
-    return (grad, *(None,) * (len(ctx.needs_input_grad) - 1))
+    return (once_differentiable(grad, *origins), *(None,) * (len(ctx.needs_input_grad) - 1))
 
 
 def _refuse_misuse(ctx: Any, name: str, grad_of_logits: Tensor | None) -> None:
@@ -146,8 +118,8 @@ class PerTokenLogpsFunction(torch.autograd.Function):
         call: RowCall = RowCall(),  # noqa: B008  (immutable)
     ) -> tuple[Tensor | None, ...]:
         """Row statistics."""
-        kept = torch.where(live_rows(targets, mask, logits.shape[-1]), targets, -1)
-        heat = _temperature(config, temperature, logits)
+        kept = torch.where(live_rows(targets, mask, logits.shape[-1]), targets, DEAD)
+        heat = temperature_tensor(config, temperature, stats_dtype(logits), logits.device)
         logps, entropy, lse, row_max, sum_exp, sum_others = row_op("row_stats", call.impl)(
             logits, kept, heat, config.logit_scale, config.softcap, config.needs_entropy
         )
@@ -196,25 +168,11 @@ class GRPOLossFunction(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """Row statistics, then the objective, which also gives the coefficient of every row for backward."""
         extras = LossCall() if call is None else call
-        layout = make_layout(completion_ids.shape, extras.cu_seqlens)
-        live = live_rows(completion_ids, completion_mask, logits.shape[-1])
-        inside = layout.inside()
-        live = live if inside is None else live & inside
-        targets = torch.where(live, completion_ids, -1)
-        temperature = _temperature(config, extras.temperature, logits)
-        if extras.cu_seqlens is not None and temperature.ndim == 2:
-            # tokens outside every sequence are dead: any positive number serves
-            temperature = torch.where(live, layout.spread(temperature.squeeze(1)), 1.0)
-        dtype = stats_dtype(logits)
-        ref = ref_per_token_logps if config.beta != 0 else None
-        weight, old = extras.importance_sampling_ratio, old_per_token_logps
-        grouped = extras.group_size > 0  # then they are rewards, and the kernel makes the advantages
-        values = advantages.to(dtype) if grouped else _token_values(advantages, live, dtype, layout)
-        sides = [
-            None if old is None else _finite_where_dead(old, live, dtype),
-            None if ref is None else _finite_where_dead(ref, live, dtype),
-            None if weight is None else _token_values(weight, live, dtype, layout),
-        ]
+        given = token_inputs(
+            config, extras, logits.shape[-1], stats_dtype(logits), completion_ids, completion_mask, advantages,
+            old_per_token_logps, ref_per_token_logps,
+        )  # fmt: skip
+        layout, live, targets, temperature, values, *sides = given
         arguments = (logits, targets, temperature, config.logit_scale, config.softcap, config.needs_entropy)
         one_pass = loss_op(config, extras.rows.impl)
         terms = None
@@ -226,7 +184,7 @@ class GRPOLossFunction(torch.autograd.Function):
                 stats = one_pass(*arguments, *details)
             else:
                 weights, scale, entropy_scale = objective.shares(
-                    config, config.needs_entropy, layout, layout.sum(live.to(dtype)), extras.normalizer,
+                    config, config.needs_entropy, layout, layout.sum(live.to(stats_dtype(logits))), extras.normalizer,
                     extras.entropy_normalizer,
                 )  # fmt: skip
                 stats = one_kernel(*arguments, *details, weights, scale, entropy_scale)
@@ -245,10 +203,7 @@ class GRPOLossFunction(torch.autograd.Function):
         if call is None:
             ctx.mark_non_differentiable(logps, *fixed)
             return result.loss, logps
-        metrics = torch.stack(
-            [result.metrics[name] for name in objective.metric_names(config, tokens.weight is not None)]
-        )
-        detached = (logps, tokens.entropy, result.token_loss, result.kl, result.ratio, metrics)
+        detached = detached_outputs(config, tokens, result)
         ctx.mark_non_differentiable(*(t for t in detached if t is not None), *fixed)
         if extras.rows.inplace:
             ctx.mark_dirty(logits)
@@ -276,19 +231,10 @@ class GRPOLossFunction(torch.autograd.Function):
         return _gradients(ctx, _row_gradient(ctx, grad_logps, grad_entropy, tuple(rows)), rows[0], *grads)
 
 
-def _token_values(values: Tensor, live: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
-    """A sequence or token tensor as token values."""
-    if live.ndim == 1:  # packed: [N] or [N, 1] are tokens, [S] or [S, 1] sequences
-        is_sequence = values.shape[0] == layout.num_sequences and not (
-            values.ndim == 2 and layout.num_sequences == len(live)
-        )
-        values = values.reshape(-1)
-        values = layout.spread(values) if is_sequence else values
-    elif values.ndim == 1:
-        values = values.unsqueeze(1)
-    return _finite_where_dead(values, live, dtype)
-
-
-def _finite_where_dead(values: Tensor, live: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dead tokens become 0, whatever they held."""
-    return torch.where(live, values.to(dtype), 0.0)
+def detached_outputs(
+    config: GRPOLossConfig, tokens: objective.TokenInputs, result: objective.Objective
+) -> tuple[Tensor | None, ...]:
+    """logps, entropy, token loss, KL, ratio, and the metrics as one vector: what a loss returns beside itself."""
+    names = objective.metric_names(config, tokens.weight is not None)
+    metrics = torch.stack([result.metrics[name] for name in names])
+    return (tokens.logps, tokens.entropy, result.token_loss, result.kl, result.ratio, metrics)

@@ -64,12 +64,7 @@ def check_logits(function: str, logits: object, ids_argument: str, ids: object) 
                 function, "logits", "must be [B, T, V] or [N, V]", shape_of(logits), "Add or merge the leading axes."
             )
         )
-    if ids.shape != logits.shape[:-1]:
-        advice = f"Make {ids_argument} {shape_of(logits)[:-1]}, or cut the logits."
-        if ids.ndim == logits.ndim - 1 and ids.ndim and logits.shape[-2] == ids.shape[-1] + 1:
-            advice = "Row t of logits must score id t: pass logits[:, :-1] (a view, no copy), which drops the last row."
-        got = f"{ids_argument} {shape_of(ids)} with logits {shape_of(logits)}"
-        raise ValueError(complain(function, ids_argument, "must have the leading shape of logits", got, advice))
+    check_leading(function, "logits", logits, ids_argument, ids)
     if logits.shape[-1] == 0:
         raise ValueError(
             complain(function, "logits", "must have a vocabulary", shape_of(logits), "Pass V >= 1 columns.")
@@ -81,6 +76,54 @@ def check_logits(function: str, logits: object, ids_argument: str, ids: object) 
     return logits, ids
 
 
+def check_hidden(
+    function: str, hidden: object, weight: object, bias: object, ids_argument: str, ids: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states `[B, T, H]` or `[N, H]` with a head `[V, H]`, its bias `[V]`, and ids of the leading shape."""
+    kinds = "float16, bfloat16, float32 or float64"
+    hidden = check_tensor(function, "hidden", hidden, FLOATS, kinds)
+    weight = check_tensor(function, "weight", weight, FLOATS, kinds)
+    ids = check_tensor(function, ids_argument, ids, _IDS, "int32 or int64 ids")
+    if hidden.ndim not in (2, 3) or hidden.shape[-1] == 0:
+        advice = "Add or merge the leading axes."
+        raise ValueError(complain(function, "hidden", "must be [B, T, H] or [N, H]", shape_of(hidden), advice))
+    if weight.ndim != 2 or weight.numel() == 0:
+        advice = (
+            "This looks like a sharded parameter; gather first: deepspeed.zero.GatheredParameters under ZeRO-3, "
+            "summon_full_params under FSDP, full_tensor() of a DTensor."
+        )
+        raise ValueError(complain(function, "weight", "must be a whole [V, H]", shape_of(weight), advice))
+    if hidden.shape[-1] != weight.shape[1]:
+        got = f"hidden {shape_of(hidden)} with weight {shape_of(weight)}"
+        raise ValueError(
+            complain(function, "hidden", "must end with the H of weight [V, H]", got, "Pass both of one model.")
+        )
+    if bias is not None:
+        bias = check_tensor(function, "bias", bias, FLOATS, kinds)
+        if shape_of(bias) != [weight.shape[0]]:
+            wanted = f"must be [{weight.shape[0]}], one per row of weight"
+            raise ValueError(complain(function, "bias", wanted, shape_of(bias), "Pass the head's own, or None."))
+    check_leading(function, "hidden", hidden, ids_argument, ids)
+    if hidden.shape[-1] > 1 and hidden.stride(-1) != 1:
+        advice = "Call .contiguous() on it, or keep H as the innermost axis."
+        raise ValueError(complain(function, "hidden", "must have stride 1 on the last axis", hidden.stride(), advice))
+    check_device(function, "hidden", hidden.device, {"weight": weight, "bias": bias, ids_argument: ids})
+    return hidden, weight, ids
+
+
+def check_leading(function: str, argument: str, states: Tensor, ids_argument: str, ids: Tensor) -> None:
+    """Ids of the leading shape of logits or hidden states."""
+    if ids.shape == states.shape[:-1]:
+        return
+    advice = f"Make {ids_argument} {shape_of(states)[:-1]}, or cut the {argument}."
+    if ids.ndim == states.ndim - 1 and ids.ndim and states.shape[-2] == ids.shape[-1] + 1:
+        advice = (
+            f"Row t of {argument} must score id t: pass {argument}[:, :-1] (a view, no copy), which drops the last row."
+        )
+    got = f"{ids_argument} {shape_of(ids)} with {argument} {shape_of(states)}"
+    raise ValueError(complain(function, ids_argument, f"must have the leading shape of {argument}", got, advice))
+
+
 def check_device(function: str, anchor: str, device: torch.device, others: dict[str, Tensor | None]) -> None:
     """All tensors on the device of the one named `anchor`."""
     for argument, tensor in others.items():
@@ -89,6 +132,33 @@ def check_device(function: str, anchor: str, device: torch.device, others: dict[
             raise ValueError(
                 complain(function, argument, f"must be on the device of {anchor}, {device}", tensor.device, advice)
             )
+
+
+def check_count(function: str, argument: str, value: object, least: int, advice: str) -> None:
+    """An int of at least this much."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(complain(function, argument, "must be an int", type(value).__name__, advice))
+    if value < least:
+        raise ValueError(complain(function, argument, f"must be >= {least}", value, advice))
+
+
+def check_live_count(
+    function: str, count: object, ids: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, vocabulary: int
+) -> None:
+    """num_live_tokens: the number of live tokens, exactly."""
+    if count is None:
+        return
+    advice = "Count the tokens that the mask keeps and whose id is in the vocabulary, or pass None."
+    check_count(function, "num_live_tokens", count, 0, advice)
+    if not reads_data(ids):
+        return
+    live = (ids >= 0) & (ids < vocabulary)
+    live = live if mask is None else live & (mask != 0)
+    if cu_seqlens is not None:
+        live = live & (torch.arange(ids.shape[0], device=ids.device) < cu_seqlens[-1])
+    if int(live.sum()) != count:
+        wanted = f"must be the number of live tokens, {int(live.sum())}"
+        raise ValueError(complain(function, "num_live_tokens", wanted, count, advice))
 
 
 def check_mask(function: str, argument: str, mask: object, ids_argument: str, ids: Tensor) -> Tensor | None:

@@ -67,7 +67,10 @@ def evaluate(
     logps, live = tokens.logps, tokens.live
     lengths = layout.sum(live.to(logps.dtype))
     if terms is None:
-        terms = _terms(config, tokens, layout, lengths)
+        log_ratio = _log_ratio(tokens)
+        if config.importance_sampling_level == "sequence":
+            log_ratio = layout.spread(layout.sum(log_ratio) / lengths.clamp(min=1)).expand_as(logps)
+        terms = _terms(config, tokens, log_ratio)
     slope = terms.slope
     if config.importance_sampling_level == "sequence":
         slope = layout.spread(layout.sum(torch.where(live, slope, 0.0)) / lengths.clamp(min=1))
@@ -114,12 +117,19 @@ def term_options(config: GRPOLossConfig) -> tuple[float, float, float, float, fl
     )  # fmt: skip
 
 
-def _terms(config: GRPOLossConfig, tokens: TokenInputs, layout: Layout, lengths: Tensor) -> TokenTerms:
+def _log_ratio(tokens: TokenInputs) -> Tensor:
     logps = tokens.logps
     # on-policy nothing is subtracted, and a NaN still shows
-    log_ratio = torch.where(logps == logps, 0.0, logps) if tokens.old is None else logps - tokens.old
-    if config.importance_sampling_level == "sequence":
-        log_ratio = layout.spread(layout.sum(log_ratio) / lengths.clamp(min=1)).expand_as(logps)
+    return torch.where(logps == logps, 0.0, logps) if tokens.old is None else logps - tokens.old
+
+
+def token_level_terms(config: GRPOLossConfig, tokens: TokenInputs) -> TokenTerms:
+    """What the formulas give for tokens of any shape, each with its own ratio."""
+    return _terms(config, tokens, _log_ratio(tokens))
+
+
+def _terms(config: GRPOLossConfig, tokens: TokenInputs, log_ratio: Tensor) -> TokenTerms:
+    logps = tokens.logps
     ratio = torch.exp(log_ratio)
     lower, upper, delta, dual_clip, beta, cispo, kl, corrected = term_options(config)
     terms = formulas.token_terms(

@@ -101,7 +101,7 @@ def test_logits_are_those_of_one_sequence_after_the_other(layout: Layout, max_to
     model = qwen2().double()
     policy = Policy(model)
     with torch.no_grad():
-        logits = torch.cat([policy(pack) for pack in packs_of(layout, max_tokens)])
+        logits = torch.cat([policy.logits(pack) for pack in packs_of(layout, max_tokens)])
         torch.testing.assert_close(logits, one_by_one(model), rtol=0, atol=1e-12)
 
 
@@ -116,7 +116,7 @@ def total_loss(policy: Policy, layout: Layout, max_tokens: int, dtype: torch.dty
     total = torch.zeros((), dtype=dtype)
     for pack in packs_of(layout, max_tokens):
         loss = gk.grpo_loss(
-            policy(pack), pack.completion_ids, config=config, advantages=advantages[pack.sequences],
+            policy.logits(pack), pack.completion_ids, config=config, advantages=advantages[pack.sequences],
             cu_seqlens=pack.cu_seqlens, old_per_token_logps=old[pack.tokens], ref_per_token_logps=ref[pack.tokens],
             normalizer=len(COMPLETIONS), entropy_normalizer=count, inplace=True,
         ).loss  # fmt: skip
@@ -161,19 +161,22 @@ def test_other_sequences_change_nothing_bitwise(layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_head_reads_completion_rows_only(layout: Layout) -> None:
+def test_the_head_never_runs(layout: Layout) -> None:
+    """Its weight is for the loss; asked for logits, it reads completion rows only."""
     model = qwen2()
     policy = Policy(model)
     rows = []
     model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: rows.append(tuple(inputs[0].shape)))
     (pack,) = packs_of(layout)
-    policy(pack)
+    assert policy(pack).shape == (sum(map(len, COMPLETIONS)), 32)
+    assert rows == []
+    policy.logits(pack)
     assert rows == [(sum(map(len, COMPLETIONS)), 32)]
 
 
 def test_logits_may_be_overwritten_by_the_loss() -> None:
     for policy in (Policy(qwen2()), Policy(capped())):
-        logits = policy(packs_of("padded")[0])
+        logits = policy.logits(packs_of("padded")[0])
         assert not logits._is_view() and not logits.is_leaf
 
 

@@ -31,6 +31,7 @@ from grpo_kernels.training.update import (
     learning_rate,
     make_loss_config,
     normalizer,
+    policy_loss,
     split_groups,
     update_policy,
 )
@@ -96,7 +97,7 @@ def test_normalizer_is_what_the_loss_would_take_for_the_whole_batch(loss: gk.GRP
     ref = torch.full(pack.completion_ids.shape, -4.0)
     calls = [
         gk.grpo_loss(
-            policy(pack),
+            policy.logits(pack),
             pack.completion_ids,
             config=loss,
             advantages=ADVANTAGES,
@@ -145,15 +146,16 @@ def test_two_processes_with_uneven_shares_make_the_gradient_of_one(tmp_path: Pat
             assert its_metrics[key] == pytest.approx(metrics[key], rel=1e-5)
 
 
-def test_old_logps_are_those_the_loss_sees_so_that_the_first_ratio_is_exactly_one() -> None:
+@pytest.mark.parametrize("options", [{}, {"entropy_coef": 0.1}, {"importance_sampling_level": "sequence"}], ids=str)
+def test_old_logps_are_those_the_loss_sees_so_that_the_first_ratio_is_exactly_one(options: dict[str, Any]) -> None:
     policy = Policy(qwen2())
     packs = experience(policy, 8).minibatches[0]
     old = completion_logps(policy, packs, temperature=0.7)
-    config = gk.GRPOLossConfig(temperature=0.7)
+    config = gk.GRPOLossConfig(temperature=0.7, entropy=True, **options)
     for pack in packs:
-        metrics = gk.grpo_loss(
-            policy(pack), pack.completion_ids, config=config, advantages=ADVANTAGES[pack.sequences],
-            cu_seqlens=pack.cu_seqlens, old_per_token_logps=old[pack.tokens], normalizer=1.0,
+        metrics = policy_loss(
+            policy, policy(pack), pack, config=config, advantages=ADVANTAGES[pack.sequences],
+            old_per_token_logps=old[pack.tokens], normalizer=1.0,
         ).metrics  # fmt: skip
         assert (metrics["ratio/min"].item(), metrics["ratio/max"].item()) == (1.0, 1.0)
 

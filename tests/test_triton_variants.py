@@ -63,8 +63,10 @@ def calls(
     gradient = (*arguments, *[row] * 5, row if entropy else None)
     return {
         "row_stats": lambda: launch.row_stats(*arguments, entropy),
-        "row_grad": lambda: launch.row_grad(*gradient),
-        "row_grad_": lambda: launch.row_grad_(*gradient),
+        "row_grad": lambda: launch.row_grad_into(
+            logits, torch.empty(logits.shape, dtype=logits.dtype, device="meta"), *gradient[1:]
+        ),
+        "row_grad_": lambda: launch.row_grad_into(logits, *gradient),
         "loss_stats": lambda: launch.loss_stats(*arguments, entropy, *loss),
         "loss_grad_": lambda: launch.loss_grad_(*arguments, entropy, *loss, row, one),
         "row_scale_": lambda: launch.row_scale_(logits, one),

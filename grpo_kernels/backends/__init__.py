@@ -15,9 +15,12 @@ from torch import Tensor
 
 from .. import ops  # noqa: F401  (registers the ops)
 from ..config import GRPOLossConfig
-from ..ops.schema import NAMESPACE, last_used
+from ..ops.schema import NAMESPACE, last_used, record
 
-__all__ = ["last_used", "loss_op", "one_kernel_op", "report", "resolve", "row_op"]
+__all__ = [
+    "last_used", "loss_op", "multiplies_into_wider", "one_kernel_op", "panel_rows", "reads_are_free", "record",
+    "report", "resolve", "row_op", "slab_bytes", "weigh_ops",
+]  # fmt: skip
 
 ENVIRONMENT: Final = "GRPO_KERNELS_BACKEND"
 _IMPLS: Final = ("auto", "triton", "cpp", "torch")
@@ -139,3 +142,30 @@ def one_kernel_op(logits: Tensor, impl: str) -> Callable[..., Any] | None:
     if impl != "triton" or logits.dtype == torch.float16 or torch.compiler.is_compiling():
         return None
     return row_op("loss_grad_", impl)
+
+
+def weigh_ops(impl: str, softcap: float | None, entropy_gradient: bool) -> tuple[Callable[..., Any], ...] | None:
+    """row_weights_ and row_weights_grad_ of one implementation, where it has them and they can serve; else None."""
+    if impl != "torch" or softcap is not None or entropy_gradient:
+        return None
+    return row_op("row_weights_", impl), row_op("row_weights_grad_", impl)
+
+
+def reads_are_free(device: torch.device) -> bool:
+    """Whether Python may look at a tensor's values without waiting for a device."""
+    return device.type == "cpu"
+
+
+def multiplies_into_wider(device: torch.device) -> bool:
+    """Whether a matrix product of 16-bit operands can come out in float32; elsewhere the operands are widened first."""
+    return device.type == "cuda"
+
+
+def panel_rows(device: torch.device) -> int:
+    """Rows of one forward product of the fused linear form: always as many, so that a row's bits are its own."""
+    return 128 if device.type == "cpu" else 512
+
+
+def slab_bytes(device: torch.device) -> int:
+    """What the logits of a chunk, and their gradient, may take when nobody says: 512 or 2048 rows at V = 152 000."""
+    return 1 << 29 if device.type == "cpu" else 1 << 31

@@ -8,14 +8,15 @@ of threads changes an order of addition.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .limits import BLOCK, exp_is_zero_below, masked_below
 from .schema import DEAD, stats_dtype
+from .weights import overwrite_with_gradient
 
-_BLOCK = 512  # columns of one partial sum; two levels keep a float32 sum over 10^5 columns within an ulp or two
 _CHUNK_CPU = 1 << 19  # elements of one chunk: 2 MiB of float32, so that its passes stay in cache
 _CHUNK_DEVICE = 1 << 25
 _MAX_ROWS_DEVICE = 1024
@@ -37,12 +38,12 @@ class Rows(NamedTuple):
     def capped(self, dtype: torch.dtype) -> Tensor:
         """c(x) in a buffer of its own, (R, P): masked columns and those beyond V, up to a whole block, hold -inf."""
         height, width = self.x.shape
-        capped = self.x.new_empty((height, width if width <= _BLOCK else -(-width // _BLOCK) * _BLOCK), dtype=dtype)
+        capped = self.x.new_empty((height, width if width <= BLOCK else -(-width // BLOCK) * BLOCK), dtype=dtype)
         capped[:, width:] = -torch.inf
         inside = capped[:, :width].copy_(self.x)
         if self.softcap is not None:
             inside.mul_(self.logit_scale).div_(self.softcap).tanh_().mul_(self.softcap)
-            inside.masked_fill_(self.x <= _masked_below(self.x.dtype), -torch.inf)
+            inside.masked_fill_(self.x <= masked_below(self.x.dtype), -torch.inf)
             inside.masked_fill_(self.x == torch.inf, torch.nan)  # the cap would make it an ordinary logit
         return capped
 
@@ -56,14 +57,9 @@ class Rows(NamedTuple):
         return y.div_(self.temperature)
 
 
-def _masked_below(dtype: torch.dtype) -> float:
-    """Logits at or under this stand for -inf: finfo.min of the dtype, or of bfloat16 where the dtype is wider."""
-    return torch.finfo(torch.float16 if dtype == torch.float16 else torch.bfloat16).min
-
-
 def _blocks(values: Tensor) -> Tensor:
     height, width = values.shape
-    return values.view(height, -1, min(width, _BLOCK))
+    return values.view(height, -1, min(width, BLOCK))
 
 
 def _block_sum(values: Tensor) -> Tensor:
@@ -97,7 +93,7 @@ def _chunk_stats(rows: Rows, dtype: torch.dtype, entropy: bool) -> Tensor:
     capped = rows.capped(dtype)
     row_max, top = _block_max(capped)
     # a row of nothing but what stands for -inf is no distribution
-    row_max.masked_fill_(row_max <= _masked_below(rows.x.dtype), -torch.inf)
+    row_max.masked_fill_(row_max <= masked_below(rows.x.dtype), -torch.inf)
     y = rows.exponents(capped, row_max)
     y_target = y.gather(1, rows.target)
     weights = y.exp()
@@ -110,34 +106,28 @@ def _chunk_stats(rows: Rows, dtype: torch.dtype, entropy: bool) -> Tensor:
     lse = row_max * rows.slope() + log_total
     if entropy:
         # H = log S + sum p (-y): two terms >= 0, so nothing cancels. The floor keeps 0 * -inf away.
-        gap = y.clamp_(min=_exp_is_zero_below(dtype)).neg_()
+        gap = y.clamp_(min=exp_is_zero_below(dtype)).neg_()
         spread = log_total + _block_sum(weights.mul_(gap)) / (1.0 + rest)
     else:
         spread = log_total
     return torch.stack([t.squeeze(1) for t in (y_target - log_total, spread, lse, row_max, 1.0 + rest, others)])
 
 
-def _exp_is_zero_below(dtype: torch.dtype) -> float:
-    return -750.0 if dtype == torch.float64 else -150.0
-
-
-def row_grad(logits: Tensor, *arguments: Any) -> Tensor:
-    """The gradient of row_stats (schema.py) in a new tensor."""
-    grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    _write_grad(grad, logits, *arguments)
-    return grad
-
-
-def row_grad_(logits: Tensor, *arguments: Any) -> None:
-    """The gradient of row_stats (schema.py) over the logits themselves."""
-    _write_grad(logits, logits, *arguments)
-
-
-def _write_grad(
-    out: Tensor, logits: Tensor, targets: Tensor, temperature: Tensor, logit_scale: float, softcap: float | None,
+def row_grad_into(
+    logits: Tensor, out: Tensor, targets: Tensor, temperature: Tensor, logit_scale: float, softcap: float | None,
     entropy: Tensor, row_max: Tensor, sum_exp: Tensor, sum_others: Tensor, grad_logps: Tensor,
     grad_entropy: Tensor | None,
 ) -> None:  # fmt: skip
+    """The gradient of row_stats (schema.py) in `out`, which may be the logits."""
+    if (
+        out is logits
+        and logits.ndim == 2
+        and logits.dtype == row_max.dtype
+        and grad_entropy is None
+        and softcap is None
+    ):
+        overwrite_with_gradient(logits, targets, temperature, logit_scale, row_max, sum_exp, sum_others, grad_logps)
+        return
     needed = grad_logps != 0  # NaN is needed: it must show
     per_row = [row_max, sum_exp, sum_others, grad_logps]
     if grad_entropy is not None:
@@ -175,10 +165,10 @@ def _chunk_grad(
         grad = y.exp()
         target_weight = grad.gather(1, column)
         # d H / d z = -p (log p - sum p log p) = -p (y + mean gap)
-        y.clamp_(min=_exp_is_zero_below(dtype)).add_(entropy - log_total)
+        y.clamp_(min=exp_is_zero_below(dtype)).add_(entropy - log_total)
         target_grad = target_grad - grad_entropy * (target_weight / total) * y.gather(1, column)
         grad.mul_(y.mul_(-grad_entropy).sub_(grad_logps)).mul_(slope / total)
-    masked = (target_weight == 0) & (rows.x.gather(1, column) <= _masked_below(rows.x.dtype))
+    masked = (target_weight == 0) & (rows.x.gather(1, column) <= masked_below(rows.x.dtype))
     target_grad = torch.where(masked, 0.0, target_grad * slope)
     grad.scatter_(1, column, torch.where(elsewhere, grad.gather(1, column), target_grad))
     grad = grad[:, :width]

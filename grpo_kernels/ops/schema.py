@@ -23,7 +23,11 @@ loss_grad_*_ does the same and, in the same launch, writes d loss / d logits ove
 row, `scale` 1 / Z, `entropy_scale` d loss / d entropy. row_scale_*_ multiplies them by an upstream gradient later.
 
 row_grad_* gives d/dlogits of `sum(grad_logps * logps + grad_entropy * entropy)` in the logits' dtype; rows whose two
-coefficients are 0 are written as 0 without being read. row_grad_*_ (`_` at the end) writes it over the logits.
+coefficients are 0 are written as 0 without being read. row_grad_*_ (`_` at the end) writes it over the logits,
+row_grad_into_* over `out`, in the dtype of that.
+
+row_weights_*_ is row_stats without softcap for `[R, V]` logits of the statistics' dtype that nobody else needs, and
+overwrites them; row_weights_grad_*_ makes the gradient of the log-probs from what it left.
 """
 
 from __future__ import annotations
@@ -45,6 +49,14 @@ _GRAD = (
     "Tensor targets, Tensor temperature, float logit_scale, float? softcap, Tensor entropy, Tensor row_max,"
     " Tensor sum_exp, Tensor sum_others, Tensor grad_logps, Tensor? grad_entropy)"
 )
+_WEIGHTS = (
+    "(Tensor(a!) logits, Tensor targets, Tensor temperature, float logit_scale, bool entropy)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_WEIGHTS_GRAD = (
+    "(Tensor(a!) weights, Tensor targets, Tensor temperature, float logit_scale, Tensor sum_exp, Tensor sum_others,"
+    " Tensor grad_logps) -> ()"
+)
 _LOSS = (
     "Tensor targets, Tensor temperature, float logit_scale, float? softcap, bool entropy,"
     " Tensor advantages, int group_size, Tensor? old, Tensor? ref, Tensor? weight, float lower, float upper,"
@@ -56,23 +68,38 @@ _last_used: str | None = None
 
 
 def last_used() -> str | None:
-    """The implementation that the last row op ran; None before any."""
+    """What the last call ran: an implementation, and how where it has more than one way; None before any."""
     return _last_used
 
 
-def implement(
-    name: str, row_stats: Callable[..., Any], row_grad: Callable[..., Tensor], row_grad_: Callable[..., None]
-) -> None:
-    """Register one implementation as `row_stats_NAME`, `row_grad_NAME` and `row_grad_NAME_`."""
-    for op, arguments, kernel, fake in (
-        (f"row_stats_{name}", _STATS, row_stats, _fake_stats),
-        (f"row_grad_{name}", f"(Tensor logits, {_GRAD} -> Tensor", row_grad, _fake_grad),
-        (f"row_grad_{name}_", f"(Tensor(a!) logits, {_GRAD} -> ()", row_grad_, _fake_grad_),
-    ):
-        recorded = (
-            _recorded(name, kernel) if fake is _fake_stats else kernel
-        )  # a backward is part of its forward's call
-        _define(op, arguments, recorded, fake)
+def record(name: str) -> None:
+    """Note what a call of several ops ran."""
+    global _last_used  # noqa: PLW0603
+    _last_used = name
+
+
+def implement(name: str, row_stats: Callable[..., Any], row_grad_into: Callable[..., None]) -> None:
+    """Register one implementation as `row_stats_NAME`, `row_grad_NAME`, `row_grad_NAME_` and `row_grad_into_NAME`."""
+
+    def row_grad(logits: Tensor, *rest: Any) -> Tensor:
+        grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        row_grad_into(logits, grad, *rest)
+        return grad
+
+    def row_grad_(logits: Tensor, *rest: Any) -> None:
+        row_grad_into(logits, logits, *rest)
+
+    # a backward is part of its forward's call, which alone is recorded
+    _define(f"row_stats_{name}", _STATS, _recorded(name, row_stats), _fake_stats)
+    _define(f"row_grad_{name}", f"(Tensor logits, {_GRAD} -> Tensor", row_grad, _fake_grad)
+    _define(f"row_grad_{name}_", f"(Tensor(a!) logits, {_GRAD} -> ()", row_grad_, _fake_nothing)
+    _define(f"row_grad_into_{name}", f"(Tensor logits, Tensor(a!) out, {_GRAD} -> ()", row_grad_into, _fake_nothing)
+
+
+def implement_weights(name: str, row_weights_: Callable[..., Any], row_weights_grad_: Callable[..., None]) -> None:
+    """Register `row_weights_NAME_` and `row_weights_grad_NAME_`."""
+    _define(f"row_weights_{name}_", _WEIGHTS, _recorded(name, row_weights_), _fake_weights)
+    _define(f"row_weights_grad_{name}_", _WEIGHTS_GRAD, row_weights_grad_, _fake_nothing)
 
 
 def _define(op: str, arguments: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -99,15 +126,14 @@ def implement_loss(
             _recorded(f"{name} one-kernel", loss_grad_),
             _fake_loss,
         ),
-        (f"row_scale_{name}_", "(Tensor(a!) logits, Tensor factor) -> ()", row_scale_, _fake_grad_),
+        (f"row_scale_{name}_", "(Tensor(a!) logits, Tensor factor) -> ()", row_scale_, _fake_nothing),
     ):
         _define(op, arguments, kernel, fake)
 
 
 def _recorded(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
     def run(*arguments: Any) -> Any:
-        global _last_used  # noqa: PLW0603
-        _last_used = name
+        record(name)
         return kernel(*arguments)
 
     return run
@@ -127,6 +153,12 @@ def _fake_stats(
     return tuple(torch.empty(shape, dtype=dtype, device=logits.device) for shape in shapes)
 
 
+def _fake_weights(
+    logits: Tensor, targets: Tensor, temperature: Tensor, logit_scale: float, entropy: bool
+) -> tuple[Tensor, ...]:
+    return _fake_stats(logits, targets, temperature, logit_scale, None, entropy)
+
+
 def _fake_loss(
     logits: Tensor,
     targets: Tensor,
@@ -144,5 +176,5 @@ def _fake_grad(logits: Tensor, *rest: Any) -> Tensor:
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
-def _fake_grad_(logits: Tensor, *rest: Any) -> None:
+def _fake_nothing(*_arguments: Any) -> None:
     return None

@@ -82,7 +82,7 @@ def warm_up(
         packs = make_packs(prompts, answers, layout=policy.layout, max_tokens=max_tokens, device=policy.device)
         total = torch.zeros((), device=policy.device)
         for pack in packs:
-            logits = policy(pack)  # (n, V)
+            logits = policy.logits(pack)  # (n, V)
             loss = F.cross_entropy(logits, pack.completion_ids, reduction="sum") / num_tokens
             loss.backward()
             total += loss.detach()

@@ -1,4 +1,4 @@
-"""The policy: a transformers causal LM, asked for the next-token logits of chosen rows and for one decoding step."""
+"""The policy: a transformers causal LM, asked for the hidden states of chosen rows and for one decoding step."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from .packing import Layout, Pack, make_packs
 
 
 class Policy(nn.Module):
-    """Wraps a causal LM so that prompt rows cost no head and any packing reads the same.
+    """Wraps a causal LM so that the head never runs and any packing reads the same.
 
-    The body runs on a whole pack, the head on the rows that predict completion tokens only. Models whose logits are
-    more than `head(body(ids))` (soft-capped or scaled) run whole, and lose that saving. Dropout stays off: the module
-    is always in eval mode, so that the policy that is updated is the one that sampled.
+    The body runs on a whole pack; `head` is for the loss to multiply, a chunk of rows at a time. Models whose logits are
+    more than `head(body(ids))` (soft-capped or scaled), or whose head is no plain linear layer, run whole and give
+    logits. Dropout stays off: the module is always in eval mode, so that the policy that is updated is the one that
+    sampled.
 
     Args:
         causal_lm: the model; its attention implementation decides how sequences are packed.
@@ -54,19 +55,32 @@ class Policy(nn.Module):
         """Where the model is."""
         return self.causal_lm.device
 
+    def head(self) -> nn.Linear | None:
+        """What turns the rows that `forward` gives into logits; None if they are logits already."""
+        model: Any = self.causal_lm
+        head = model.get_output_embeddings()
+        # a subclass, or an adapter around it, computes something else than weight and bias say
+        return head if self._split and type(head) is nn.Linear and type(head.weight) is nn.Parameter else None
+
     def forward(self, pack: Pack) -> Tensor:
-        """Logits `[n, V]` of the rows that predict `pack.completion_ids [n]`; no view, the loss may overwrite it."""
+        """Hidden states `[n, H]` of the rows that predict `pack.completion_ids [n]`, or without `head` logits `[n, V]`."""
         model: Any = self.causal_lm
         inputs: dict[str, Any] = {"attention_mask": pack.attention_mask, "use_cache": False}
         if self._takes_positions:
             inputs["position_ids"] = pack.position_ids
-        if not self._split:
+        if self.head() is None:
             everything: Tensor = model(pack.input_ids, **inputs).logits  # (b, L, V)
             return everything.flatten(0, 1).index_select(0, pack.rows)
         hidden = model.get_decoder()(pack.input_ids, **inputs).last_hidden_state  # (b, L, H)
         # not hidden[rows]: its backward adds with float atomics on several threads, and no run would repeat
-        logits: Tensor = model.get_output_embeddings()(hidden.flatten(0, 1).index_select(0, pack.rows))  # (n, V)
-        return logits
+        rows: Tensor = hidden.flatten(0, 1).index_select(0, pack.rows)  # (n, H)
+        return rows
+
+    def logits(self, pack: Pack) -> Tensor:
+        """Logits `[n, V]` of the rows that predict `pack.completion_ids [n]`; no view, a loss may overwrite it."""
+        rows: Tensor = self(pack)
+        head = self.head()
+        return rows if head is None else head(rows)
 
     def new_cache(self) -> DynamicCache:
         """An empty KV cache for `next_logits`."""

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -73,8 +74,26 @@ def make_optimizer(policy: nn.Module, config: UpdateConfig) -> torch.optim.AdamW
 @torch.no_grad()
 def completion_logps(policy: Policy, packs: Iterable[Pack], temperature: float) -> Tensor:
     """log pi(token) of every completion token, `[N]` in the packs' order, in nats, at the sampler's temperature."""
-    return torch.cat(
-        [gk.per_token_logps(policy(pack), pack.completion_ids, temperature=temperature).logps for pack in packs]
+    head = policy.head()
+    if head is None:
+        scored = (gk.per_token_logps(policy(pack), pack.completion_ids, temperature=temperature) for pack in packs)
+    else:
+        scored = (
+            gk.linear_per_token_logps(
+                policy(pack), head.weight, pack.completion_ids, bias=head.bias, temperature=temperature
+            )
+            for pack in packs
+        )
+    return torch.cat([out.logps for out in scored])
+
+
+def policy_loss(policy: Policy, rows: Tensor, pack: Pack, **arguments: Any) -> gk.GRPOLossOutput:
+    """The loss of a pack from what the policy's forward gave."""
+    head = policy.head()
+    if head is None:
+        return gk.grpo_loss(rows, pack.completion_ids, cu_seqlens=pack.cu_seqlens, inplace=True, **arguments)
+    return gk.linear_grpo_loss(
+        rows, head.weight, pack.completion_ids, bias=head.bias, cu_seqlens=pack.cu_seqlens, **arguments
     )
 
 
@@ -119,19 +138,19 @@ def update_policy(
         denominator = normalizer(loss_config, num_sequences, num_tokens)
         for pack in packs:
             with contextlib.nullcontext() if pack is packs[-1] else accelerator.no_sync(policy):
-                logits = policy(pack)  # (n, V)
-                output = gk.grpo_loss(
-                    logits,
-                    pack.completion_ids,
-                    config=loss_config,
-                    advantages=experience.advantages[pack.sequences],
-                    cu_seqlens=pack.cu_seqlens,
-                    old_per_token_logps=_part(experience.old_per_token_logps, pack),
-                    ref_per_token_logps=_part(experience.ref_per_token_logps, pack),
-                    normalizer=denominator,
-                    entropy_normalizer=num_tokens,
-                    inplace=True,
-                )
+                rows = policy(pack)  # (n, H), or logits (n, V)
+                with accelerator.autocast():
+                    output = policy_loss(
+                        accelerator.unwrap_model(policy),
+                        rows,
+                        pack,
+                        config=loss_config,
+                        advantages=experience.advantages[pack.sequences],
+                        old_per_token_logps=_part(experience.old_per_token_logps, pack),
+                        ref_per_token_logps=_part(experience.ref_per_token_logps, pack),
+                        normalizer=denominator,
+                        entropy_normalizer=num_tokens,
+                    )
                 accelerator.backward(output.loss)
             totals.add(output, pack)
         limit = config.max_grad_norm if config.max_grad_norm > 0 else float("inf")

@@ -171,7 +171,9 @@ def run_case(case: Case) -> None:
     elif case.op == "row_stats":
         launch.row_stats(*arguments, case.entropy)
     elif case.op == "row_grad":
-        launch.row_grad(*arguments, *[row] * 5, row if case.entropy else None)
+        launch.row_grad_into(
+            logits, torch.empty_like(logits), *arguments[1:], row, row, row, row, row, row if case.entropy else None
+        )
     else:
         share = (row, one, one) if case.op == "loss_grad_" else ()
         launch.loss_stats(*arguments, case.entropy, *_loss_arguments(case, row), *share)

@@ -262,23 +262,12 @@ def _scalars(values: tuple[float, ...], dtype: torch.dtype, device: torch.device
     return torch.tensor(values, dtype=dtype, device=device)
 
 
-def row_grad(logits: Tensor, *arguments: Any) -> Tensor:
-    """See ops/schema.py."""
-    grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    _write_grad(grad, logits, *arguments)
-    return grad
-
-
-def row_grad_(logits: Tensor, *arguments: Any) -> None:
-    """See ops/schema.py."""
-    _write_grad(logits, logits, *arguments)
-
-
-def _write_grad(
-    out: Tensor, logits: Tensor, targets: Tensor, temperature: Tensor, logit_scale: float, softcap: float | None,
+def row_grad_into(
+    logits: Tensor, out: Tensor, targets: Tensor, temperature: Tensor, logit_scale: float, softcap: float | None,
     entropy: Tensor, row_max: Tensor, sum_exp: Tensor, sum_others: Tensor, grad_logps: Tensor,
     grad_entropy: Tensor | None,
 ) -> None:  # fmt: skip
+    """See ops/schema.py."""
     if targets.numel() == 0:
         return
     heat, heat_stride = heat_of(temperature, targets)

@@ -1,0 +1,182 @@
+"""The checks that the losses share, and their arguments as the autograd Functions take them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import aggregation, checks, objective
+from .advantages import EPS, group_advantages
+from .config import GRPOLossConfig
+from .inputs import LossCall, RowCall, live_rows
+from .layout import make_layout
+from .outputs import GRPOLossOutput, PerToken
+
+
+class LossArguments(NamedTuple):
+    """Checked arguments of one call of a loss, detached: gradients flow to the model's output alone."""
+
+    config: GRPOLossConfig
+    given_advantages: Tensor | None
+    rewards: Tensor | None
+    group_size: int | None
+    group_ids: Tensor | None
+    old: Tensor | None
+    ref: Tensor | None
+    mask: Tensor | None
+    call: LossCall
+
+    def advantages(self) -> Tensor:
+        """As given, or from the rewards of their groups."""
+        if self.rewards is None:
+            return self.given_advantages  # type: ignore[return-value]
+        return group_advantages(self.rewards, group_size=self.group_size, group_ids=self.group_ids)
+
+    def output(self, loss: Tensor, detached: list[Tensor | None], return_per_token: bool) -> GRPOLossOutput:
+        """What a loss returns, from what its Function does."""
+        *tokens, values = detached
+        names = objective.metric_names(self.config, self.call.importance_sampling_ratio is not None)
+        metrics = dict(zip(names, values.unbind(), strict=True))  # type: ignore[union-attr]
+        return GRPOLossOutput(loss, metrics, PerToken(*tokens) if return_per_token else None)  # type: ignore[arg-type]
+
+
+def check_loss_arguments(
+    name: str, anchor: str, device: torch.device, vocabulary: int, dtype: torch.dtype, ids: Tensor,
+    config: GRPOLossConfig, *, advantages: Any, rewards: Any, group_size: Any, group_ids: Any, completion_mask: Any,
+    cu_seqlens: Any, old_per_token_logps: Any, ref_per_token_logps: Any, importance_sampling_ratio: Any,
+    temperature: Any, normalizer: Any, entropy_normalizer: Any,
+) -> LossArguments:  # fmt: skip
+    """Everything but the model's output, named `anchor`, on `device`, and the ids, which are checked before."""
+    if cu_seqlens is None and ids.ndim == 1:
+        advice = "Pass [B, T] ids, or cu_seqlens [S + 1] with packed ones."
+        raise ValueError(
+            checks.complain(name, "completion_ids", "must be [B, T] without cu_seqlens", list(ids.shape), advice)
+        )
+    if cu_seqlens is not None:
+        cu_seqlens = checks.check_cu_seqlens(name, cu_seqlens, ids)
+    num_sequences = ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    mask = checks.check_mask(name, "completion_mask", completion_mask, "completion_ids", ids)
+    old = checks.check_token_tensor(name, "old_per_token_logps", old_per_token_logps, ids)
+    ref = checks.check_token_tensor(name, "ref_per_token_logps", ref_per_token_logps, ids)
+    weight = checks.check_sequence_or_token(
+        name, "importance_sampling_ratio", importance_sampling_ratio, ids, num_sequences
+    )
+    if config.beta != 0 and ref is None:
+        got = f"None with beta={config.beta}"
+        raise ValueError(
+            checks.complain(
+                name, "ref_per_token_logps", "must be given when beta is not 0", got, "Pass it, or set beta=0."
+            )
+        )
+    advantages = checks.check_sequence_or_token(name, "advantages", advantages, ids, num_sequences)
+    _check_source(name, advantages, rewards, group_size, group_ids)
+    if rewards is not None:
+        rewards = checks.check_rewards(name, rewards, num_sequences)
+    checks.check_device(
+        name, anchor, device,
+        {"completion_mask": mask, "cu_seqlens": cu_seqlens, "old_per_token_logps": old, "ref_per_token_logps": ref,
+         "importance_sampling_ratio": weight, "advantages": advantages, "rewards": rewards},
+    )  # fmt: skip
+    inside = mask
+    if cu_seqlens is not None and checks.reads_data(cu_seqlens):
+        inside = torch.arange(ids.shape[0], device=ids.device) < cu_seqlens[-1]
+        inside = inside if mask is None else inside & (mask != 0)
+    checks.check_ids_below(name, "completion_ids", ids, inside, vocabulary)
+    live = live_rows(ids, inside, vocabulary)
+    checks.check_live_finite(name, "old_per_token_logps", old, live)
+    checks.check_live_finite(name, "ref_per_token_logps", ref if config.beta != 0 else None, live)
+    given = config.temperature if temperature is None else temperature
+    heat = check_temperature(name, anchor, given, dtype, ids, cu_seqlens, live)
+    scale = _normalizer(name, "normalizer", normalizer, dtype, device)
+    entropy_scale = _normalizer(name, "entropy_normalizer", entropy_normalizer, dtype, device)
+    if scale is None:
+        _warn_if_distributed(name, config)
+    if rewards is not None:
+        rewards = rewards.reshape(-1)
+        checks.check_group_arguments(name, rewards, group_size, group_ids, "mean", "group", 1, EPS)
+    return LossArguments(
+        config, _detached(advantages), _detached(rewards), group_size, group_ids, _detached(old), _detached(ref),
+        _detached(mask), LossCall(RowCall(), heat, cu_seqlens, _detached(weight), scale, entropy_scale),
+    )  # fmt: skip
+
+
+def _detached(value: Tensor | None) -> Tensor | None:
+    """Gradients flow to the logits alone."""
+    return None if value is None else value.detach()
+
+
+def refuse_unbuilt(function: str, **arguments: Any) -> None:
+    """NotImplementedError for an argument of the contract that this version does not take."""
+    for argument, value in arguments.items():
+        if value is not None:
+            raise NotImplementedError(f"{function}: {argument} is not built yet. Leave it at None.")
+
+
+def _check_source(
+    function: str, advantages: Tensor | None, rewards: object, group_size: object, group_ids: object
+) -> None:
+    if (advantages is None) == (rewards is None):
+        got = "neither" if advantages is None else "both"
+        advice = "Pass one: rewards are normalised within their groups here."
+        raise ValueError(checks.complain(function, "advantages", "or rewards must be given, exactly one", got, advice))
+    if rewards is None:
+        for argument, value in (("group_size", group_size), ("group_ids", group_ids)):
+            if value is not None:
+                advice = "Groups normalise rewards; advantages are taken as they are."
+                raise ValueError(checks.complain(function, argument, "must be None with advantages", value, advice))
+
+
+def check_temperature(
+    function: str, anchor: str, temperature: object, dtype: torch.dtype, ids: Tensor, cu_seqlens: Tensor | None,
+    live: Tensor,
+) -> Tensor:  # fmt: skip
+    """The temperature as a tensor; what it holds at a dead token, or for a dead sequence, is never used."""
+    layout = None if ids.ndim == 1 and cu_seqlens is None else make_layout(ids.shape, cu_seqlens)
+    value = checks.check_temperature(function, temperature, ids, 1 if layout is None else layout.num_sequences)
+    if not isinstance(value, Tensor):
+        return torch.full((), value, dtype=dtype, device=ids.device)
+    if value.ndim > 0:
+        checks.check_device(function, anchor, ids.device, {"temperature": value})
+    value = value.detach().to(dtype=dtype, device=ids.device)
+    if layout is None and value.ndim == 2:
+        value = value.reshape(())
+    if value.ndim == 0:
+        value = value.clone()  # one made in inference mode could not be saved for backward
+    elif value.shape == ids.shape:
+        value = torch.where(live, value, 1.0)
+    elif value.ndim == 2 and layout is not None:
+        value = torch.where(layout.sum(live.to(value.dtype)).unsqueeze(1) > 0, value, 1.0)
+    checks.check_temperature_values(function, value)
+    return value
+
+
+def _normalizer(function: str, argument: str, value: object, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    number = checks.check_normalizer(function, argument, value)
+    if number is None:
+        return None
+    if not isinstance(number, Tensor):
+        return torch.full((), number, dtype=dtype, device=device)
+    number = number.detach().to(dtype=dtype, device=device)
+    checks.check_normalizer_value(function, argument, number)
+    return number
+
+
+_warned_about_ranks = False
+
+
+def _warn_if_distributed(function: str, config: GRPOLossConfig) -> None:
+    global _warned_about_ranks  # noqa: PLW0603
+    if _warned_about_ranks or torch.compiler.is_compiling() or not aggregation.counts_tokens(config):
+        return
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        _warned_about_ranks = True
+        world = distributed.get_world_size()
+        warnings.warn(
+            f"{function}: normalizer is None with loss_type={config.loss_type!r} on {world} processes: each divides by "
+            "its own live tokens. Pass the global token count divided by the number of processes.",
+            stacklevel=4,
+        )

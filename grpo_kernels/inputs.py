@@ -1,0 +1,106 @@
+"""What one call brings besides its config, and its side inputs as token tensors of one dtype."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .config import GRPOLossConfig
+from .layout import Layout, make_layout
+from .ops.schema import DEAD
+
+
+class RowCall(NamedTuple):
+    """How the row ops of one call run."""
+
+    impl: str = "torch"
+    inplace: bool = False
+
+
+class LossCall(NamedTuple):
+    """What one call of a loss has besides the arguments of its Function; shapes as in `grpo_loss`."""
+
+    rows: RowCall = RowCall()
+    temperature: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    importance_sampling_ratio: Tensor | None = None
+    normalizer: Tensor | None = None
+    entropy_normalizer: Tensor | None = None
+    group_size: int = 0
+    """> 0: the advantages are rewards, and the kernel normalises them in consecutive groups of this size."""
+
+
+def temperature_tensor(
+    config: GRPOLossConfig, temperature: float | Tensor | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The temperature of a call, or of its config, as a tensor."""
+    if isinstance(temperature, Tensor):
+        return temperature.to(dtype=dtype, device=device)
+    number = config.temperature if temperature is None else temperature
+    return torch.full((), number, dtype=dtype, device=device)
+
+
+def live_rows(ids: Tensor, mask: Tensor | None, vocabulary: int) -> Tensor:
+    """Rows that count: masked in, with an id of the vocabulary. Bool, like ids."""
+    live = (ids >= 0) & (ids < vocabulary)
+    return live if mask is None else live & (mask != 0)
+
+
+class TokenData(NamedTuple):
+    """The inputs of a loss, harmless finite numbers where a token is dead; shapes broadcastable to the ids."""
+
+    layout: Layout
+    live: Tensor
+    targets: Tensor
+    temperature: Tensor
+    advantages: Tensor  # or rewards, as they came, if the kernel makes the advantages
+    old: Tensor | None
+    ref: Tensor | None
+    weight: Tensor | None
+
+
+def token_inputs(
+    config: GRPOLossConfig, call: LossCall, vocabulary: int, dtype: torch.dtype, completion_ids: Tensor,
+    completion_mask: Tensor | None, advantages: Tensor, old: Tensor | None, ref: Tensor | None,
+) -> TokenData:  # fmt: skip
+    """Everything of a call as token tensors."""
+    layout = make_layout(completion_ids.shape, call.cu_seqlens)
+    live = live_rows(completion_ids, completion_mask, vocabulary)
+    inside = layout.inside()
+    live = live if inside is None else live & inside
+    temperature = temperature_tensor(config, call.temperature, dtype, completion_ids.device)
+    if call.cu_seqlens is not None and temperature.ndim == 2:
+        # tokens outside every sequence are dead: any positive number serves
+        temperature = torch.where(live, layout.spread(temperature.squeeze(1)), 1.0)
+    ref = ref if config.beta != 0 else None
+    weight = call.importance_sampling_ratio
+    return TokenData(
+        layout,
+        live,
+        torch.where(live, completion_ids, DEAD),
+        temperature,
+        advantages.to(dtype) if call.group_size > 0 else _token_values(advantages, live, dtype, layout),
+        None if old is None else _finite_where_dead(old, live, dtype),
+        None if ref is None else _finite_where_dead(ref, live, dtype),
+        None if weight is None else _token_values(weight, live, dtype, layout),
+    )
+
+
+def _token_values(values: Tensor, live: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
+    """A sequence or token tensor as token values."""
+    if live.ndim == 1:  # packed: [N] or [N, 1] are tokens, [S] or [S, 1] sequences
+        is_sequence = values.shape[0] == layout.num_sequences and not (
+            values.ndim == 2 and layout.num_sequences == len(live)
+        )
+        values = values.reshape(-1)
+        values = layout.spread(values) if is_sequence else values
+    elif values.ndim == 1:
+        values = values.unsqueeze(1)
+    return _finite_where_dead(values, live, dtype)
+
+
+def _finite_where_dead(values: Tensor, live: Tensor, dtype: torch.dtype) -> Tensor:
+    """Dead tokens become 0, whatever they held."""
+    return torch.where(live, values.to(dtype), 0.0)

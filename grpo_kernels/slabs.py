@@ -1,0 +1,180 @@
+"""Rows of hidden states against the head, a chunk at a time: statistics, and gradients while the logits are alive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import backends
+from .config import GRPOLossConfig
+from .head import Head
+from .ops.schema import DEAD
+
+_FEW = 1 << 18  # elements of a copy on the way
+Weigh = tuple[Callable[..., Any], ...] | None
+
+
+class Rows(NamedTuple):
+    """What the row ops take besides logits: targets `[N]`, the temperature `[N]` or 0-d, the config, the backend."""
+
+    targets: Tensor
+    temperature: Tensor
+    config: GRPOLossConfig
+    impl: str
+
+    def of(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Targets and temperatures of rows."""
+        heat = self.temperature
+        return self.targets[index], heat if heat.ndim == 0 else heat[index]
+
+
+class Chunk(NamedTuple):
+    """Rows with their logits, or what the row op left of them, and their statistics."""
+
+    positions: Tensor
+    hidden: Tensor
+    logits: Tensor
+    stats: tuple[Tensor, ...]
+
+
+class Order(NamedTuple):
+    """Rows to compute, `[L]`; the first `wanted` of them may have a gradient; whether some only fill up a count."""
+
+    positions: Tensor
+    wanted: int
+    filled: bool
+
+
+def flat_rows(targets: Tensor, temperature: Tensor, config: GRPOLossConfig, impl: str) -> Rows:
+    """Rows of token tensors."""
+    heat = temperature if temperature.ndim == 0 else temperature.expand(targets.shape).reshape(-1)
+    return Rows(targets.reshape(-1), heat, config, impl)
+
+
+def order_of(wanted: Tensor, others: Tensor | None, count: int | None) -> Order:
+    """Flat positions of the `wanted` rows, then of the `others`, each in their order.
+
+    Their number takes one host sync on a device; none if it is given, and then all of them are wanted.
+    """
+    rank = torch.where(wanted.reshape(-1), 0, 2)
+    if others is not None:
+        rank = torch.where(others.reshape(-1) & (rank == 2), 1, rank)
+    index = torch.argsort(rank, stable=True)
+    if count is not None and not backends.reads_are_free(wanted.device):
+        return Order(index[:count], count, True)
+    first, both = torch.stack([(rank == 0).sum(), (rank < 2).sum()]).tolist()
+    return Order(index[:both], first, False)
+
+
+def weigh_ops(head: Head, rows: Rows, entropy_gradient: bool) -> Weigh:
+    """The ops that use up the logits, where they can serve."""
+    if head.logits_dtype != head.sums:
+        return None
+    return backends.weigh_ops(rows.impl, rows.config.softcap, entropy_gradient)
+
+
+def chunks(head: Head, order: Order, rows: Rows, weigh: Weigh) -> Iterator[Chunk]:
+    """Logits and statistics of the rows, a chunk at a time; the next one overwrites them."""
+    height, panel, _ = head.sizes
+    if len(order.positions) == 0:
+        return
+    config = rows.config
+    slab = torch.empty(height, head.vocabulary, dtype=head.logits_dtype, device=order.positions.device)
+    for start in range(0, len(order.positions), height):
+        index = order.positions[start : start + height]
+        padded = -(-len(index) // panel) * panel
+        hidden = head.rows(index, padded)
+        targets, heat = rows.of(index)
+        if order.filled:  # what only fills up a count may hold anything
+            hidden[: len(index)].masked_fill_((targets == DEAD).unsqueeze(1), 0.0)
+        head.logits_(hidden, slab[:padded])
+        logits = slab[: len(index)]
+        if weigh is not None:
+            stats = weigh[0](logits, targets, heat, config.logit_scale, config.needs_entropy)
+        else:
+            stats = _stats_beside(head, rows, logits, targets, heat)
+        yield Chunk(index, hidden[: len(index)], logits, stats)
+
+
+def _stats_beside(head: Head, rows: Rows, logits: Tensor, targets: Tensor, heat: Tensor) -> tuple[Tensor, ...]:
+    """Statistics of logits that stay; the same bits as where they are used up."""
+    config = rows.config
+    weigh = weigh_ops(head, rows, entropy_gradient=False)
+    if weigh is None:
+        options = (config.logit_scale, config.softcap, config.needs_entropy)
+        stats: tuple[Tensor, ...] = backends.row_op("row_stats", rows.impl)(logits, targets, heat, *options)
+        return stats
+    step = max(1, _FEW // logits.shape[1])
+    parts = [
+        weigh[0](
+            logits[part].clone(), targets[part], heat if heat.ndim == 0 else heat[part], config.logit_scale,
+            config.needs_entropy,
+        )
+        for part in (slice(start, start + step) for start in range(0, len(targets), step))
+    ]  # fmt: skip
+    return tuple(torch.cat(values) for values in zip(*parts, strict=True))
+
+
+def all_stats(head: Head, order: Order, rows: Rows) -> list[Tensor]:
+    """The six statistics of every row, `[N]` each; 0 at rows that are not computed, an empty entropy if not asked."""
+    outputs = [torch.zeros(rows.targets.shape, dtype=head.sums, device=rows.targets.device) for _ in range(6)]
+    for chunk in chunks(head, order, rows, weigh_ops(head, rows, entropy_gradient=False)):
+        for output, values in zip(outputs, chunk.stats, strict=True):
+            if values.numel():
+                output[chunk.positions] = values
+    if not rows.config.needs_entropy:
+        outputs[1] = outputs[1].new_empty(0)
+    return outputs
+
+
+def chunk_gradient(
+    head: Head, chunk: Chunk, rows: Rows, weigh: Weigh, coef: Tensor, entropy_coef: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions, gradient of the logits and hidden states of the first rows, those with a coefficient, of a chunk.
+
+    On the CPU a row whose coefficient came out 0 is left out; elsewhere finding it would cost a host sync.
+    """
+    chunk = _rows_of_chunk(chunk, slice(len(coef)))
+    if entropy_coef is None and backends.reads_are_free(coef.device):
+        kept = (coef != 0).nonzero().squeeze(1)
+        if len(kept) < len(coef):
+            _move_up(chunk.logits, kept)
+            chunk = _rows_of_chunk(chunk._replace(logits=chunk.logits[: len(kept)]), kept)
+            coef = coef[kept]
+    index, hidden, logits, (_, entropy, _, *per_row) = chunk
+    targets, heat = rows.of(index)
+    if weigh is not None:
+        weigh[1](logits, targets, heat, rows.config.logit_scale, *per_row[1:], coef)
+        return index, logits, hidden
+    return index, logits_gradient(head, logits, targets, heat, rows, [entropy, *per_row, coef, entropy_coef]), hidden
+
+
+def logits_gradient(
+    head: Head, logits: Tensor, targets: Tensor, heat: Tensor, rows: Rows, per_row: list[Tensor | None]
+) -> Tensor:
+    """The gradient over the logits, or beside them in the dtype that products take. `per_row`: as row_grad takes it."""
+    arguments = (targets, heat, rows.config.logit_scale, rows.config.softcap, *per_row)
+    if head.in_place:
+        backends.row_op("row_grad_", rows.impl)(logits, *arguments)
+        return logits
+    grad = torch.empty(logits.shape, dtype=head.product, device=logits.device)
+    backends.row_op("row_grad_into", rows.impl)(logits, grad, *arguments)
+    return grad
+
+
+def _rows_of_chunk(chunk: Chunk, kept: Tensor | slice) -> Chunk:
+    """Some rows; the logits are cut where the others are selected, since moving them is the caller's."""
+    logits = chunk.logits[kept] if isinstance(kept, slice) else chunk.logits
+    stats = tuple(s if s.numel() == 0 else s[kept] for s in chunk.stats)
+    return Chunk(chunk.positions[kept], chunk.hidden[kept], logits, stats)
+
+
+def _move_up(logits: Tensor, kept: Tensor) -> None:
+    """Rows `kept`, ascending, to the top, a few at a time: each comes from below where it goes."""
+    step = max(1, _FEW // logits.shape[1])
+    for start in range(0, len(kept), step):
+        part = kept[start : start + step]
+        logits[start : start + len(part)] = logits.index_select(0, part)
