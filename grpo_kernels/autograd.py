@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import objective
-from .backends import loss_op, one_kernel_op, row_op
+from .backends import loss_op, one_kernel_op, resolve, row_op
 from .config import GRPOLossConfig
 from .layout import Layout, make_layout
 from .ops.schema import stats_dtype
@@ -23,8 +23,12 @@ from .ops.schema import stats_dtype
 class RowCall(NamedTuple):
     """How the row ops of one call run."""
 
-    impl: str = "torch"
+    impl: str = "auto"
     inplace: bool = False
+
+    def resolved(self, function: str, device: torch.device) -> RowCall:
+        """With the implementation that "auto" means on this device."""
+        return self._replace(impl=resolve(function, self.impl, device)) if self.impl == "auto" else self
 
 
 class LossCall(NamedTuple):
@@ -146,6 +150,7 @@ class PerTokenLogpsFunction(torch.autograd.Function):
         call: RowCall = RowCall(),  # noqa: B008  (immutable)
     ) -> tuple[Tensor | None, ...]:
         """Row statistics."""
+        call = call.resolved("per_token_logps", logits.device)
         kept = torch.where(live_rows(targets, mask, logits.shape[-1]), targets, -1)
         heat = _temperature(config, temperature, logits)
         logps, entropy, lse, row_max, sum_exp, sum_others = row_op("row_stats", call.impl)(
@@ -196,6 +201,7 @@ class GRPOLossFunction(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """Row statistics, then the objective, which also gives the coefficient of every row for backward."""
         extras = LossCall() if call is None else call
+        extras = extras._replace(rows=extras.rows.resolved("grpo_loss", logits.device))
         layout = make_layout(completion_ids.shape, extras.cu_seqlens)
         live = live_rows(completion_ids, completion_mask, logits.shape[-1])
         inside = layout.inside()
