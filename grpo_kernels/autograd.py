@@ -14,10 +14,15 @@ import torch
 from torch import Tensor
 
 from . import objective
-from .backends import loss_op, one_kernel_op, row_op
+from .backends import loss_op, one_kernel_op, resolve, row_op
 from .config import GRPOLossConfig
 from .inputs import LossCall, RowCall, live_rows, temperature_tensor, token_inputs
 from .ops.schema import DEAD, stats_dtype
+
+
+def _resolved(function: str, rows: RowCall, device: torch.device) -> RowCall:
+    """With the implementation that "auto" means on this device."""
+    return rows._replace(impl=resolve(function, rows.impl, device)) if rows.impl == "auto" else rows
 
 
 class _Saved(NamedTuple):
@@ -118,6 +123,7 @@ class PerTokenLogpsFunction(torch.autograd.Function):
         call: RowCall = RowCall(),  # noqa: B008  (immutable)
     ) -> tuple[Tensor | None, ...]:
         """Row statistics."""
+        call = _resolved("per_token_logps", call, logits.device)
         kept = torch.where(live_rows(targets, mask, logits.shape[-1]), targets, DEAD)
         heat = temperature_tensor(config, temperature, stats_dtype(logits), logits.device)
         logps, entropy, lse, row_max, sum_exp, sum_others = row_op("row_stats", call.impl)(
@@ -168,6 +174,7 @@ class GRPOLossFunction(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """Row statistics, then the objective, which also gives the coefficient of every row for backward."""
         extras = LossCall() if call is None else call
+        extras = extras._replace(rows=_resolved("grpo_loss", extras.rows, logits.device))
         given = token_inputs(
             config, extras, logits.shape[-1], stats_dtype(logits), completion_ids, completion_mask, advantages,
             old_per_token_logps, ref_per_token_logps,

@@ -25,9 +25,9 @@ from .slabs import Rows, all_stats, chunk_gradient, chunks, flat_rows, order_of,
 class LinearCall(NamedTuple):
     """How one call runs, and what a loss has besides the arguments of its Function."""
 
-    mode: str = "fast"
+    mode: str
     """"fast", "lean", or "forward": nothing will be differentiated."""
-    impl: str = "torch"
+    impl: str
     chunk_bytes: int | None = None
     logits_dtype: str = "float32"
     num_live_tokens: int | None = None
@@ -94,7 +94,8 @@ class LinearGRPOLossFunction(torch.autograd.Function):
             config = arguments[8]
             mode = "fast" if config.importance_sampling_level == "token" else "lean"
             wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in arguments[:3])
-            arguments = (*arguments, LinearCall(mode if wanted else "forward"))
+            impl = backends.resolve("linear_grpo_loss", "auto", arguments[0].device)
+            arguments = (*arguments, LinearCall(mode if wanted else "forward", impl))
         outputs = super().apply(*arguments)  # type: ignore[no-untyped-call]
         return outputs if bundled else outputs[:2]
 

@@ -15,7 +15,7 @@ from .ops.schema import DEAD
 class RowCall(NamedTuple):
     """How the row ops of one call run."""
 
-    impl: str = "torch"
+    impl: str = "auto"
     inplace: bool = False
 
 

@@ -36,7 +36,6 @@ MISSED = {
     "half occupied sm_90": "up to 109 registers of losses with an odd vocabulary",
     "half occupied sm_120": "up to 73 registers",
     "half occupied gfx942": "up to 283 registers",
-    "loss_grad_ sm_90 float64 entropy softcap on_policy corrected cispo": "8 bytes of stack",
     "row_stats gfx942 float64 entropy": "33 registers spilled, 124 bytes of stack",
     "loss_stats gfx942 float64 entropy on_policy weight kl=k3 corrected": "24 registers spilled, 92 bytes of stack",
     "loss_grad_ gfx942 float16 softcap smallest vocab=50257 kl=k2 cispo rewards": "28 scalar registers spilled",

@@ -31,7 +31,14 @@ def group_advantage(rewards, sequence, group_size, eps, GROUP: tl.constexpr):
     return tl.where(silent, 0.0, ((own - top) - mean) / (deviation + eps))
 
 
-@triton.jit
+# what steps and layouts of a run change: none of it may compile a kernel anew
+_STRIDES = [
+    f"{name}_{axis}_stride" for name in ("advantages", "old", "ref", "weight", "share") for axis in ("batch", "token")
+]
+_ANYWHERE = ["targets", "temperature", "advantages", "old", "ref", "weight", "share", "scale", "entropy_scale"]
+
+
+@triton.jit(do_not_specialize=["group_size", *_STRIDES], do_not_specialize_on_alignment=_ANYWHERE)
 def grpo_loss_fwd_kernel(
     logits, targets, temperature, advantages, old, ref, weight, scalars, share, scale, entropy_scale,
     logps, entropy, row_max, sum_exp, sum_others, ratios, losses, slopes, own_slopes, kls, advantages_out,
