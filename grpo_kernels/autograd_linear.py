@@ -171,7 +171,8 @@ def _fast(
 ) -> tuple[Tensor, Tensor, objective.TokenTerms, tuple[Tensor | None, ...]]:
     """log-probs, entropies and terms of all rows, and the gradients of hidden, weight and bias before 1 / Z.
 
-    The gradient of the hidden states is rounded here already, so it has 1 / Z in it unless float16 would lose digits.
+    The gradient of the hidden states is rounded here already, so it has 1 / Z in it. In float16 that would cost digits:
+    there each row is kept times a power of 2 of its own, and without 1 / Z.
     """
     config, shape = rows.config, given.targets.shape
     lengths = given.layout.sum(given.live.to(head.sums))
@@ -185,7 +186,7 @@ def _fast(
     zeros = [torch.zeros(len(rows.targets), dtype=head.sums, device=scale.device) for _ in range(6)]
     ones = torch.ones_like(zeros[0])
     logps, entropy, outputs = zeros[0], zeros[1], [ones, *zeros[2:]]
-    sums = _Sums(head, needs, _hidden_scale(head, scale))
+    sums = _Sums(head, needs, scale)
     done = 0
     for chunk in chunks(head, order, rows, weigh):
         index = chunk.positions
@@ -206,20 +207,18 @@ def _fast(
             of_entropy = None if entropy_scale is None else (entropy_scale / scale).expand(wanted)
             sums.add(*chunk_gradient(head, chunk, rows, weigh, coef, of_entropy))
     terms = objective.TokenTerms(*(t.view(shape) for t in outputs))
-    return logps, entropy, terms, (sums.hidden, sums.weight, sums.bias)
-
-
-def _hidden_scale(head: Head, scale: Tensor) -> Tensor | None:
-    """1 / Z where the gradient of the hidden states takes it before it is rounded."""
-    return None if head.hidden.dtype == torch.float16 else scale
+    return logps, entropy, terms, (sums.unit, sums.hidden, sums.weight, sums.bias)
 
 
 class _Sums:
     """The gradients that are wanted, over chunks."""
 
-    def __init__(self, head: Head, needs: tuple[bool, ...], scale: Tensor | None) -> None:
+    def __init__(self, head: Head, needs: tuple[bool, ...], scale: Tensor) -> None:
         self._head, self._scale = head, scale
         device = head.hidden.device
+        rows = head.hidden.shape[:-1].numel()
+        half = needs[0] and head.hidden.dtype == torch.float16
+        self.unit = torch.ones(rows, dtype=head.sums, device=device) if half else None  # what 1 in a row stands for
         self.hidden = torch.zeros(head.hidden.shape, dtype=head.hidden.dtype, device=device) if needs[0] else None
         self.weight = torch.zeros(head.weight.shape, dtype=head.sums, device=device) if needs[1] else None
         self.bias = torch.zeros(head.vocabulary, dtype=head.sums, device=device) if needs[2] else None
@@ -228,7 +227,12 @@ class _Sums:
         """A chunk's gradient of the logits, `[R, V]`, with its rows of hidden states."""
         if self.hidden is not None:
             own = self._head.hidden_grad(grad)
-            own = own if self._scale is None else own.mul_(self._scale)
+            if self.unit is None:
+                own.mul_(self._scale)
+            else:
+                _, exponent = torch.frexp(own.abs().amax(1))
+                self.unit[index] = unit = torch.ldexp(torch.ones_like(own[:, 0]), (exponent - 14).clamp(min=-100))
+                own.div_(unit.unsqueeze(1))
             self.hidden.view(-1, own.shape[1]).index_copy_(0, index, own.to(self.hidden.dtype))
         if self.weight is not None:
             self._head.add_weight_grad(self.weight, grad, rows)
@@ -237,7 +241,7 @@ class _Sums:
 
 
 def _stored_gradients(ctx: Any, upstream: Tensor) -> list[Tensor | None]:
-    hidden, weight, bias, scale, *stored = ctx.saved_tensors
+    hidden, weight, bias, scale, unit, *stored = ctx.saved_tensors
     keep = _graph_is_kept()
     grads: list[Tensor | None] = []
     with torch.no_grad():
@@ -245,8 +249,9 @@ def _stored_gradients(ctx: Any, upstream: Tensor) -> list[Tensor | None]:
             if grad is None:
                 grads.append(None)
                 continue
-            scaled = number == 0 and grad.dtype != torch.float16
-            factor = (upstream if scaled else scale * upstream).to(scale.dtype)
+            factor = (upstream if number == 0 and unit is None else scale * upstream).to(scale.dtype)
+            if number == 0 and unit is not None:
+                factor = (unit * factor).view(*grad.shape[:-1], 1)
             # under retain_graph the next backward needs what is stored
             grads.append((grad * factor if keep else grad.mul_(factor)).to(origin.dtype))
     return [once_differentiable(grad, hidden, weight, bias, upstream) for grad in grads]

@@ -82,6 +82,11 @@ def check_hidden(
     """Hidden states `[B, T, H]` or `[N, H]` with a head `[V, H]`, its bias `[V]`, and ids of the leading shape."""
     kinds = "float16, bfloat16, float32 or float64"
     hidden = check_tensor(function, "hidden", hidden, FLOATS, kinds)
+    if isinstance(weight, torch.nn.Module):
+        advice = "Pass head.weight and head.bias."
+        if hasattr(weight, "base_layer"):
+            advice = "Of a LoRA-wrapped head the weight lacks the adapter: merge it, or use the loss on logits."
+        raise TypeError(complain(function, "weight", "must be a tensor", type(weight).__name__, advice))
     weight = check_tensor(function, "weight", weight, FLOATS, kinds)
     ids = check_tensor(function, ids_argument, ids, _IDS, "int32 or int64 ids")
     if hidden.ndim not in (2, 3) or hidden.shape[-1] == 0:

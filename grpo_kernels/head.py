@@ -98,15 +98,24 @@ class Head:
         return tensor.to(self.operand).to(dtype)
 
     def columns(self, most: int | None = None, dtype: torch.dtype | None = None) -> Iterator[tuple[slice, Tensor]]:
-        """The weight by slices of the vocabulary, as operands of a product; whole where it needs no conversion."""
+        """The weight by slices of the vocabulary, as operands of a product; whole where it needs no conversion.
+
+        A slice that is converted is valid until the next one.
+        """
         dtype = dtype or self.product
         step = self.vocabulary if most is None else most
-        if self.weight.dtype != dtype or self.operand != dtype:
-            per_column = max(1, self.weight.shape[1] * dtype.itemsize)
-            step = min(step, max(1, self.sizes.budget // per_column))
+        converted = self.weight.dtype != dtype or self.operand != dtype
+        if converted:
+            per_column = self.weight.shape[1] * dtype.itemsize
+            eighth = max(_NARROW, -(-self.vocabulary // 8))
+            step = max(1, min(step, eighth, self.sizes.budget // per_column))
+            buffer = self.weight.new_empty(min(step, self.vocabulary), self.weight.shape[1], dtype=dtype)
         for start in range(0, self.vocabulary, step):
             part = slice(start, min(start + step, self.vocabulary))
-            yield part, self._ready(self.weight[part], dtype)
+            weight = self.weight[part]
+            if converted:
+                weight = buffer[: weight.shape[0]].copy_(weight.to(self.operand))
+            yield part, weight
 
     def logits_(self, rows: Tensor, slab: Tensor) -> None:
         """slab = rows @ weight.T + bias, `[R, H] -> [R, V]`, R a multiple of the panel's height."""

@@ -182,15 +182,3 @@ def test_unbuilt_arguments_are_refused_by_name() -> None:
     for extra in (1, 4):
         with pytest.raises(NotImplementedError, match="targets"):
             gk.per_token_logps(call["logits"], torch.zeros(B, T, extra, dtype=LONG))
-
-
-def test_the_linear_forms_are_refused_by_name() -> None:
-    hidden, weight, ids = torch.zeros(B, T, 2), torch.zeros(V, 2), torch.zeros(B, T, dtype=LONG)
-    with pytest.raises(NotImplementedError, match="linear_per_token_logps"):
-        gk.linear_per_token_logps(hidden, weight, ids)
-    with pytest.raises(NotImplementedError, match="linear_grpo_loss"):
-        gk.linear_grpo_loss(hidden, weight, ids, advantages=torch.ones(B))
-    with pytest.raises(NotImplementedError, match="LinearGRPOLoss"):
-        gk.LinearGRPOLoss(gk.GRPOLossConfig())(hidden, weight, ids, advantages=torch.ones(B))
-    with pytest.raises(NotImplementedError, match="LinearGRPOLossFunction"):
-        gk.LinearGRPOLossFunction.apply(hidden, weight, None, ids, torch.ones(B), None, None, None, gk.GRPOLossConfig())

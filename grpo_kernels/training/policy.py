@@ -22,8 +22,8 @@ from .packing import Layout, Pack, make_packs
 class Policy(nn.Module):
     """Wraps a causal LM so that the head never runs and any packing reads the same.
 
-    The body runs on a whole pack; `head` is for the loss to multiply, a chunk of rows at a time. Models whose logits are
-    more than `head(body(ids))` (soft-capped or scaled), or whose head is no plain linear layer, run whole and give
+    The body runs on a whole pack; `head` is for the loss to multiply, a chunk of rows at a time. Models whose logits
+    are more than `head(body(ids))` (soft-capped or scaled), or whose head is no plain linear layer, run whole and give
     logits. Dropout stays off: the module is always in eval mode, so that the policy that is updated is the one that
     sampled.
 
@@ -63,7 +63,7 @@ class Policy(nn.Module):
         return head if self._split and type(head) is nn.Linear and type(head.weight) is nn.Parameter else None
 
     def forward(self, pack: Pack) -> Tensor:
-        """Hidden states `[n, H]` of the rows that predict `pack.completion_ids [n]`, or without `head` logits `[n, V]`."""
+        """Hidden states `[n, H]` of the rows that predict `pack.completion_ids [n]`; without `head` logits `[n, V]`."""
         model: Any = self.causal_lm
         inputs: dict[str, Any] = {"attention_mask": pack.attention_mask, "use_cache": False}
         if self._takes_positions:
