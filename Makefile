@@ -25,8 +25,8 @@ demo: $(INSTALLED)  ## train a small model on the spot and show that it improves
 
 # The second run takes a sample of the tests that know nothing of implementations to the Triton kernels, interpreted.
 test: $(INSTALLED)  ## run the tests, two at a time; ARGS="-k name" passes options on, and then runs nothing else
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
-	$(if $(ARGS),,GRPO_KERNELS_BACKEND=triton $(BIN)/python -m pytest -n 2)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(if $(ARGS),,GRPO_KERNELS_BACKEND=triton $(BIN)/python -m pytest -n 2 --dist loadfile)
 
 lint: $(INSTALLED)  ## ruff: rules and format
 	$(BIN)/ruff check .

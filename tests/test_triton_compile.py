@@ -23,7 +23,6 @@ from grpo_kernels.backends.triton import compile as compiling
 from grpo_kernels.backends.triton import launch, sass
 from grpo_kernels.backends.triton.compile import LOSS_OPS, ROW_OPS, TARGETS, VOCAB, Case
 
-pytestmark = pytest.mark.xdist_group("compile")  # one worker compiles, once
 ROOT = Path(__file__).parents[1]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 HALF = ("bfloat16", "float16")
