@@ -7,6 +7,7 @@ written once. Only rows that can matter meet a matrix.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from .head import Head
 from .inputs import LossCall, TokenData, live_rows, temperature_tensor, token_inputs
 from .ops.schema import DEAD
 from .recompute import recomputed_gradients
-from .slabs import Rows, all_stats, chunk_gradient, chunks, flat_rows, order_of, weigh_ops
+from .slabs import Gradient, Rows, all_stats, chunk_gradient, chunks, flat_rows, order_of, weigh_op
 
 
 class LinearCall(NamedTuple):
@@ -74,7 +75,7 @@ class LinearPerTokenLogpsFunction(torch.autograd.Function):
             if of_entropy is None:
                 return none
             of_logps = torch.zeros_like(of_entropy)
-        return (*_lean_gradients(ctx, of_logps, of_entropy, None, *grads), *none[3:])
+        return (*_lean_gradients(ctx, ctx.saved_tensors, of_logps, of_entropy, None, *grads), *none[3:])
 
 
 class LinearGRPOLossFunction(torch.autograd.Function):
@@ -131,7 +132,7 @@ class LinearGRPOLossFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.mode, ctx.operand = call.mode, head.operand
         if call.mode == "fast":
-            ctx.save_for_backward(hidden, weight, bias, result.scale, *kept)
+            ctx.save_for_backward(hidden, weight, bias, *kept)
         elif call.mode == "lean":
             relative = None if result.entropy_scale is None else result.entropy_scale / result.scale
             _save_for_lean(ctx, head, call, rows, entropy, *kept_stats, result.coef, result.scale, relative)
@@ -150,10 +151,9 @@ class LinearGRPOLossFunction(torch.autograd.Function):
             return none
         if ctx.mode == "fast":
             return (*_stored_gradients(ctx, upstream), *none[3:])
-        coef, scale, entropy_coef = ctx.saved_tensors[9:]
-        targets = ctx.saved_tensors[3]
-        of_entropy = None if entropy_coef is None else torch.where(targets != DEAD, entropy_coef, 0.0)
-        return (*_lean_gradients(ctx, coef.reshape(-1), of_entropy, scale * upstream, upstream), *none[3:])
+        *saved, coef, scale, entropy_coef = ctx.saved_tensors
+        of_entropy = None if entropy_coef is None else torch.where(saved[3] != DEAD, entropy_coef, 0.0)
+        return (*_lean_gradients(ctx, saved, coef.reshape(-1), of_entropy, scale * upstream, upstream), *none[3:])
 
 
 def _wanted(given: TokenData, rows: Rows, call: LinearCall) -> tuple[Tensor, Tensor | None]:
@@ -169,10 +169,11 @@ def _wanted(given: TokenData, rows: Rows, call: LinearCall) -> tuple[Tensor, Ten
 def _fast(
     head: Head, rows: Rows, given: TokenData, call: LinearCall, needs: tuple[bool, ...]
 ) -> tuple[Tensor, Tensor, objective.TokenTerms, tuple[Tensor | None, ...]]:
-    """log-probs, entropies and terms of all rows, and the gradients of hidden, weight and bias before 1 / Z.
+    """log-probs, entropies and terms of all rows, and what backward needs of the gradients: see `_Sums.stored`.
 
-    The gradient of the hidden states is rounded here already, so it has 1 / Z in it. In float16 that would cost digits:
-    there each row is kept times a power of 2 of its own, and without 1 / Z.
+    1 / Z is in the coefficients where the products are float32. Where they are 16-bit it would cost digits there: it
+    joins the float32 sums. The gradient of the hidden states is rounded here already, so it has 1 / Z in it, and in
+    float16 each row is kept times a power of 2 of its own.
     """
     config, shape = rows.config, given.targets.shape
     lengths = given.layout.sum(given.live.to(head.sums))
@@ -182,11 +183,16 @@ def _fast(
     weights = weights.expand(shape).reshape(-1)
     flat = [None if t is None else t.expand(shape).reshape(-1) for t in given[4:]]
     order = order_of(*_wanted(given, rows, call), call.num_live_tokens)
-    weigh = weigh_ops(head, rows, entropy_scale is not None)
+    weigh = weigh_op(head, rows, entropy_scale is not None)
     zeros = [torch.zeros(len(rows.targets), dtype=head.sums, device=scale.device) for _ in range(6)]
     ones = torch.ones_like(zeros[0])
     logps, entropy, outputs = zeros[0], zeros[1], [ones, *zeros[2:]]
-    sums = _Sums(head, needs, scale)
+    early = head.product == head.sums
+    if early:
+        weights = weights * scale
+    elif entropy_scale is not None:
+        entropy_scale = entropy_scale / scale
+    sums = _Sums(head, needs, None if early else scale)
     done = 0
     for chunk in chunks(head, order, rows, weigh):
         index = chunk.positions
@@ -204,57 +210,87 @@ def _fast(
         done += len(index)
         if wanted and any(needs):
             coef = torch.where(live, weights[index] * (terms.slope + terms.own_slope), 0.0)[:wanted]
-            of_entropy = None if entropy_scale is None else (entropy_scale / scale).expand(wanted)
-            sums.add(*chunk_gradient(head, chunk, rows, weigh, coef, of_entropy))
+            of_entropy = None if entropy_scale is None else entropy_scale.expand(wanted)
+            sums.add(chunk_gradient(head, chunk, rows, weigh, coef, of_entropy))
     terms = objective.TokenTerms(*(t.view(shape) for t in outputs))
-    return logps, entropy, terms, (sums.unit, sums.hidden, sums.weight, sums.bias)
+    return logps, entropy, terms, sums.stored()
 
 
 class _Sums:
     """The gradients that are wanted, over chunks."""
 
-    def __init__(self, head: Head, needs: tuple[bool, ...], scale: Tensor) -> None:
-        self._head, self._scale = head, scale
+    def __init__(self, head: Head, needs: tuple[bool, ...], late_scale: Tensor | None) -> None:
+        self._head, self._scale = head, late_scale
         device = head.hidden.device
         rows = head.hidden.shape[:-1].numel()
         half = needs[0] and head.hidden.dtype == torch.float16
         self.unit = torch.ones(rows, dtype=head.sums, device=device) if half else None  # what 1 in a row stands for
         self.hidden = torch.zeros(head.hidden.shape, dtype=head.hidden.dtype, device=device) if needs[0] else None
-        self.weight = torch.zeros(head.weight.shape, dtype=head.sums, device=device) if needs[1] else None
+        self.weight = torch.empty(head.weight.shape, dtype=head.sums, device=device) if needs[1] else None
         self.bias = torch.zeros(head.vocabulary, dtype=head.sums, device=device) if needs[2] else None
+        self._first = True
 
-    def add(self, index: Tensor, grad: Tensor, rows: Tensor) -> None:
-        """A chunk's gradient of the logits, `[R, V]`, with its rows of hidden states."""
+    def stored(self) -> tuple[Tensor | None, ...]:
+        """1 / Z if the sums lack it, what 1 in a row of the hidden states' gradient stands for, and the gradients."""
+        if self.weight is not None and self._first:
+            self.weight.zero_()
+        return self._scale, self.unit, self.hidden, self.weight, self.bias
+
+    def add(self, grad: Gradient) -> None:
+        """One chunk's."""
         if self.hidden is not None:
-            own = self._head.hidden_grad(grad)
-            if self.unit is None:
-                own.mul_(self._scale)
-            else:
-                _, exponent = torch.frexp(own.abs().amax(1))
-                self.unit[index] = unit = torch.ldexp(torch.ones_like(own[:, 0]), (exponent - 14).clamp(min=-100))
-                own.div_(unit.unsqueeze(1))
-            self.hidden.view(-1, own.shape[1]).index_copy_(0, index, own.to(self.hidden.dtype))
+            self._add_hidden(self.hidden, grad)
+        rows = grad.hidden if grad.factor is None else grad.hidden * grad.factor.unsqueeze(1)
         if self.weight is not None:
-            self._head.add_weight_grad(self.weight, grad, rows)
+            self._head.add_weight_grad(self.weight, grad.logits, rows, first=self._first)
+            self._first = False
+            if grad.target_grad is not None:
+                self.weight.index_add_(0, grad.targets, grad.hidden * grad.target_grad.unsqueeze(1))
         if self.bias is not None:
-            self.bias += grad.sum(0, dtype=self.bias.dtype)
+            logits = grad.logits
+            if grad.factor is not None and grad.target_grad is not None:  # last of all, so over them
+                logits.mul_(grad.factor.unsqueeze(1))
+                self.bias.index_add_(0, grad.targets, grad.target_grad)
+            self.bias += logits.sum(0, dtype=self.bias.dtype)
+
+    def _add_hidden(self, hidden: Tensor, grad: Gradient) -> None:
+        own = self._head.hidden_grad(grad.logits)
+        if grad.factor is not None and grad.target_grad is not None:
+            own.mul_(grad.factor.unsqueeze(1))
+            own.addcmul_(self._head.of_targets(grad.targets), grad.target_grad.unsqueeze(1))
+        if self._scale is not None:
+            own.mul_(self._scale)
+        if self.unit is not None:
+            _, exponent = torch.frexp(own.abs().amax(1))
+            unit = torch.ldexp(torch.ones_like(own[:, 0]), (exponent - 14).clamp(min=-100))
+            self.unit[grad.positions] = unit
+            own.div_(unit.unsqueeze(1))
+        hidden.view(-1, own.shape[1]).index_copy_(0, grad.positions, own.to(hidden.dtype))
 
 
 def _stored_gradients(ctx: Any, upstream: Tensor) -> list[Tensor | None]:
-    hidden, weight, bias, scale, unit, *stored = ctx.saved_tensors
+    hidden, weight, bias, late_scale, unit, *stored = ctx.saved_tensors
     keep = _graph_is_kept()
     grads: list[Tensor | None] = []
     with torch.no_grad():
-        for number, (grad, origin) in enumerate(zip(stored, (hidden, weight, bias), strict=True)):
+        for grad, origin in zip(stored, (hidden, weight, bias), strict=True):
             if grad is None:
                 grads.append(None)
                 continue
-            factor = (upstream if number == 0 and unit is None else scale * upstream).to(scale.dtype)
-            if number == 0 and unit is not None:
-                factor = (unit * factor).view(*grad.shape[:-1], 1)
-            # under retain_graph the next backward needs what is stored
-            grads.append((grad * factor if keep else grad.mul_(factor)).to(origin.dtype))
+            factor = upstream
+            if grad is stored[0]:
+                factor = upstream if unit is None else (unit * upstream).view(*grad.shape[:-1], 1)
+            elif late_scale is not None:
+                factor = late_scale * upstream
+            grads.append(_times(grad, factor, keep).to(origin.dtype))
     return [once_differentiable(grad, hidden, weight, bias, upstream) for grad in grads]
+
+
+def _times(stored: Tensor, factor: Tensor, keep: bool) -> Tensor:
+    """stored * factor, over it unless the next backward under retain_graph needs it."""
+    if backends.reads_are_free(factor.device) and factor.ndim == 0 and factor.item() == 1.0:
+        return stored.clone() if keep else stored
+    return stored * factor if keep else stored.mul_(factor)
 
 
 def _graph_is_kept() -> bool:
@@ -269,10 +305,11 @@ def _save_for_lean(ctx: Any, head: Head, call: LinearCall, rows: Rows, *tensors:
 
 
 def _lean_gradients(
-    ctx: Any, of_logps: Tensor, of_entropy: Tensor | None, factor: Tensor | None, *upstream: Tensor | None
-) -> list[Tensor | None]:
+    ctx: Any, saved: Sequence[Any], of_logps: Tensor, of_entropy: Tensor | None, factor: Tensor | None,
+    *upstream: Tensor | None,
+) -> list[Tensor | None]:  # fmt: skip
     """Gradients of hidden, weight and bias from those of log-probs and entropies, `[N]`, times `factor`."""
-    hidden, weight, bias, targets, heat, entropy, *stats = ctx.saved_tensors[:9]
+    hidden, weight, bias, targets, heat, entropy, *stats = saved
     call: LinearCall = ctx.call
     with torch.no_grad(), _quiet(hidden.device):
         head = Head(hidden, weight, bias, call.logits_dtype, call.chunk_bytes, ctx.operand)

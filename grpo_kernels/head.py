@@ -65,7 +65,7 @@ class Head:
         panel = min(backends.panel_rows(self.hidden.device), fitting)
         rows = self.hidden.shape[:-1].numel()
         if chunk_bytes is None:
-            fitting = min(fitting, 4 * panel)  # more rows to a slab do not make its products faster
+            fitting = min(fitting, backends.slab_rows(self.hidden.device))
         height = min(fitting // panel, -(-rows // panel)) * panel
         return Sizes(max(panel, height), panel, max(budget, per_row))
 
@@ -127,6 +127,8 @@ class Head:
 
     def product_(self, rows: Tensor, weight: Tensor, part: slice, out: Tensor) -> None:
         """out = rows @ weight.T + bias[part]."""
+        if weight.dtype != self._forward:  # widened for a gradient; exact
+            rows, weight = rows.to(self._forward), weight.to(self._forward)
         bias = None if self.bias is None else self._ready(self.bias[part], out.dtype)
         if bias is not None and out.dtype == weight.dtype:
             torch.addmm(bias, rows, weight.t(), out=out)
@@ -141,6 +143,10 @@ class Head:
         for part, weight in self.columns():
             self.add_hidden_grad(out, grad[:, part], weight, first=part.start == 0)
         return out
+
+    def of_targets(self, targets: Tensor) -> Tensor:
+        """The weight's rows of some ids, `[R, H]`, as the products take them."""
+        return self._ready(self.weight.index_select(0, targets), self.product)
 
     def add_hidden_grad(self, out: Tensor, grad: Tensor, weight: Tensor, *, first: bool = False) -> None:
         """out = (0 if first else out) + grad @ weight, for a slice of the vocabulary."""

@@ -14,7 +14,7 @@ from .head import Head
 from .ops.schema import DEAD
 
 _FEW = 1 << 18  # elements of a copy on the way
-Weigh = tuple[Callable[..., Any], ...] | None
+Weigh = Callable[..., Any] | None
 
 
 class Rows(NamedTuple):
@@ -69,11 +69,11 @@ def order_of(wanted: Tensor, others: Tensor | None, count: int | None) -> Order:
     return Order(index[:both], first, False)
 
 
-def weigh_ops(head: Head, rows: Rows, entropy_gradient: bool) -> Weigh:
-    """The ops that use up the logits, where they can serve."""
-    if head.logits_dtype != head.sums:
+def weigh_op(head: Head, rows: Rows, entropy_gradient: bool = False) -> Weigh:
+    """The op that uses up the logits, where it can serve."""
+    if head.logits_dtype != head.sums or entropy_gradient:
         return None
-    return backends.weigh_ops(rows.impl, rows.config.softcap, entropy_gradient)
+    return backends.weigh_op(rows.impl, rows.targets.device, rows.config.softcap)
 
 
 def chunks(head: Head, order: Order, rows: Rows, weigh: Weigh) -> Iterator[Chunk]:
@@ -93,7 +93,7 @@ def chunks(head: Head, order: Order, rows: Rows, weigh: Weigh) -> Iterator[Chunk
         head.logits_(hidden, slab[:padded])
         logits = slab[: len(index)]
         if weigh is not None:
-            stats = weigh[0](logits, targets, heat, config.logit_scale, config.needs_entropy)
+            stats = weigh(logits, targets, heat, config.logit_scale, config.needs_entropy)
         else:
             stats = _stats_beside(head, rows, logits, targets, heat)
         yield Chunk(index, hidden[: len(index)], logits, stats)
@@ -102,14 +102,14 @@ def chunks(head: Head, order: Order, rows: Rows, weigh: Weigh) -> Iterator[Chunk
 def _stats_beside(head: Head, rows: Rows, logits: Tensor, targets: Tensor, heat: Tensor) -> tuple[Tensor, ...]:
     """Statistics of logits that stay; the same bits as where they are used up."""
     config = rows.config
-    weigh = weigh_ops(head, rows, entropy_gradient=False)
+    weigh = weigh_op(head, rows)
     if weigh is None:
         options = (config.logit_scale, config.softcap, config.needs_entropy)
         stats: tuple[Tensor, ...] = backends.row_op("row_stats", rows.impl)(logits, targets, heat, *options)
         return stats
     step = max(1, _FEW // logits.shape[1])
     parts = [
-        weigh[0](
+        weigh(
             logits[part].clone(), targets[part], heat if heat.ndim == 0 else heat[part], config.logit_scale,
             config.needs_entropy,
         )
@@ -121,7 +121,7 @@ def _stats_beside(head: Head, rows: Rows, logits: Tensor, targets: Tensor, heat:
 def all_stats(head: Head, order: Order, rows: Rows) -> list[Tensor]:
     """The six statistics of every row, `[N]` each; 0 at rows that are not computed, an empty entropy if not asked."""
     outputs = [torch.zeros(rows.targets.shape, dtype=head.sums, device=rows.targets.device) for _ in range(6)]
-    for chunk in chunks(head, order, rows, weigh_ops(head, rows, entropy_gradient=False)):
+    for chunk in chunks(head, order, rows, weigh_op(head, rows)):
         for output, values in zip(outputs, chunk.stats, strict=True):
             if values.numel():
                 output[chunk.positions] = values
@@ -130,10 +130,21 @@ def all_stats(head: Head, order: Order, rows: Rows) -> list[Tensor]:
     return outputs
 
 
+class Gradient(NamedTuple):
+    """The gradient of some rows' logits. With `target_grad` it is `logits * factor` and that at the targets."""
+
+    positions: Tensor
+    hidden: Tensor
+    logits: Tensor
+    targets: Tensor
+    factor: Tensor | None = None
+    target_grad: Tensor | None = None
+
+
 def chunk_gradient(
     head: Head, chunk: Chunk, rows: Rows, weigh: Weigh, coef: Tensor, entropy_coef: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions, gradient of the logits and hidden states of the first rows, those with a coefficient, of a chunk.
+) -> Gradient:
+    """The gradient of the first rows, those with a coefficient, of a chunk.
 
     On the CPU a row whose coefficient came out 0 is left out; elsewhere finding it would cost a host sync.
     """
@@ -144,12 +155,17 @@ def chunk_gradient(
             _move_up(chunk.logits, kept)
             chunk = _rows_of_chunk(chunk._replace(logits=chunk.logits[: len(kept)]), kept)
             coef = coef[kept]
-    index, hidden, logits, (_, entropy, _, *per_row) = chunk
-    targets, heat = rows.of(index)
-    if weigh is not None:
-        weigh[1](logits, targets, heat, rows.config.logit_scale, *per_row[1:], coef)
-        return index, logits, hidden
-    return index, logits_gradient(head, logits, targets, heat, rows, [entropy, *per_row, coef, entropy_coef]), hidden
+    positions, hidden, logits, (logps, entropy, _, *per_row) = chunk
+    targets, heat = rows.of(positions)
+    if weigh is None:
+        stats = [entropy, *per_row, coef, entropy_coef]
+        return Gradient(positions, hidden, logits_gradient(head, logits, targets, heat, rows, stats), targets)
+    _, sum_exp, sum_others = per_row
+    share = coef * (rows.config.logit_scale / heat) / sum_exp
+    # a target that was removed has no gradient
+    return Gradient(
+        positions, hidden, logits, targets, -share, torch.where(logps == -torch.inf, 0.0, share * sum_others)
+    )
 
 
 def logits_gradient(

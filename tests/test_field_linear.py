@@ -20,6 +20,7 @@ from torch import Tensor
 import grpo_kernels as gk
 
 GIB = 2**30
+CPU: dict[str, Any] = {"impl": "torch"}  # where many rows run on the CPU: kernels of a GPU would be interpreted
 
 
 def softmax_truth(hidden: np.ndarray, weight: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -98,7 +99,7 @@ def test_dweight_of_8192_tokens_in_bfloat16(mode: str) -> None:
     leaf = tensor(weight, torch.bfloat16).requires_grad_()
     out = gk.linear_grpo_loss(
         tensor(hidden, torch.bfloat16).reshape(64, -1, size), leaf, tensor(ids).reshape(64, -1),
-        advantages=tensor(advantages, torch.float32), mode=mode, chunk_bytes=bytes_of(128, vocab),
+        advantages=tensor(advantages, torch.float32), mode=mode, chunk_bytes=bytes_of(128, vocab), **CPU,
     )  # fmt: skip
     out.loss.backward()
     assert np.linalg.norm(as_array(leaf.grad) - expected) < 0.01 * np.linalg.norm(expected)
@@ -128,7 +129,7 @@ def logits_free(rows: int, vocab: int, size: int, device: str, **options: Any) -
 @pytest.mark.parametrize("work", ["forward", "step"])
 def test_no_temporary_grows_with_rows_times_vocabulary(work: str) -> None:
     rows, vocab = 1024, 8192
-    changes = memory_changes(logits_free(rows, vocab, 16, "cpu", chunk_bytes=bytes_of(8, vocab))[work])
+    changes = memory_changes(logits_free(rows, vocab, 16, "cpu", chunk_bytes=bytes_of(8, vocab), **CPU)[work])
     assert peak_bytes(changes) <= 0.06 * rows * vocab * 2
 
 
@@ -206,7 +207,7 @@ def test_training_honours_the_chunk_size(mode: str) -> None:
     slab = bytes_of(rows, vocab)
     peaks = {}
     for tokens in (128, 512):
-        changes = memory_changes(chunked_step(tokens, vocab, size, "cpu", mode=mode, chunk_bytes=slab))
+        changes = memory_changes(chunked_step(tokens, vocab, size, "cpu", mode=mode, chunk_bytes=slab, **CPU))
         peaks[tokens] = peak_bytes(changes)
         assert peaks[tokens] <= 3 * slab + vocab * size * 4 + tokens * (size * 6 + 64)
         assert max(changes) < tokens * vocab * 4
@@ -254,7 +255,7 @@ def assert_frozen_is_the_same(steps: dict[str, Callable[[], Any]]) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_frozen_head_costs_no_gradient(mode: str) -> None:
     vocab, size = 8192, 64
-    steps = frozen_and_trained(vocab, size, "cpu", mode=mode, chunk_bytes=bytes_of(8, vocab))
+    steps = frozen_and_trained(vocab, size, "cpu", mode=mode, chunk_bytes=bytes_of(8, vocab), **CPU)
     assert_frozen_is_the_same(steps)
     frozen, trained = (peak_bytes(memory_changes(steps[name])) for name in ("frozen", "trained"))
     assert trained - frozen >= 0.75 * vocab * size * (4 if mode == "fast" else 2)

@@ -137,8 +137,7 @@ def test_odd_sizes(vocab: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_triton(dtype: torch.dtype) -> None:
     pytest.importorskip("triton")
-    with np.errstate(all="ignore"):  # the interpreter computes with NumPy
-        assert_right(make_problem(seed=34, dtype=dtype, lengths=(3, 2)), TRANSFORMS["cap and scale"], impl="triton")
+    assert_right(make_problem(seed=34, dtype=dtype, lengths=(3, 2)), TRANSFORMS["cap and scale"], impl="triton")
     assert gk.backends.last_used() == "triton lean"
 
 

@@ -294,7 +294,6 @@ def test_triton(name: str, dtype: torch.dtype) -> None:
     pytest.importorskip("triton")
     opt, mode = TRITON[name]
     problem = make_problem(seed=20, lengths=(3, 2), vocab=37, dtype=dtype, weight="token")
-    with np.errstate(all="ignore"):  # the interpreter computes with NumPy, which warns of infinities that kernels mean
-        ran = run_linear(problem, opt, mode=mode, impl="triton", chunk_rows=4)
+    ran = run_linear(problem, opt, mode=mode, impl="triton", chunk_rows=4)
     assert ran.used == f"triton {mode}"
     assert_expected(ran, expect(problem, opt), name)

@@ -230,4 +230,6 @@ def test_any_causal_lm_gives_its_own_logits(name: str) -> None:
     policy = Policy(model)
     with torch.no_grad():
         packs = packs_of(policy.layout, max_tokens=20)
-        torch.testing.assert_close(torch.cat([policy.logits(pack) for pack in packs]), one_by_one(model), rtol=1e-5, atol=5e-6)
+        torch.testing.assert_close(
+            torch.cat([policy.logits(pack) for pack in packs]), one_by_one(model), rtol=1e-5, atol=5e-6
+        )

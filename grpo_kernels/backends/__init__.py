@@ -19,7 +19,7 @@ from ..ops.schema import NAMESPACE, last_used, record
 
 __all__ = [
     "last_used", "loss_op", "multiplies_into_wider", "one_kernel_op", "panel_rows", "reads_are_free", "record",
-    "report", "resolve", "row_op", "slab_bytes", "weigh_ops",
+    "report", "resolve", "row_op", "slab_bytes", "slab_rows", "weigh_op",
 ]  # fmt: skip
 
 ENVIRONMENT: Final = "GRPO_KERNELS_BACKEND"
@@ -144,11 +144,14 @@ def one_kernel_op(logits: Tensor, impl: str) -> Callable[..., Any] | None:
     return row_op("loss_grad_", impl)
 
 
-def weigh_ops(impl: str, softcap: float | None, entropy_gradient: bool) -> tuple[Callable[..., Any], ...] | None:
-    """row_weights_ and row_weights_grad_ of one implementation, where it has them and they can serve; else None."""
-    if impl != "torch" or softcap is not None or entropy_gradient:
+def weigh_op(impl: str, device: torch.device, softcap: float | None) -> Callable[..., Any] | None:
+    """row_weights_ of one implementation, where it has one that can serve; else None.
+
+    On the CPU alone: what follows adds at the targets, which elsewhere takes atomics.
+    """
+    if impl != "torch" or device.type != "cpu" or softcap is not None:
         return None
-    return row_op("row_weights_", impl), row_op("row_weights_grad_", impl)
+    return row_op("row_weights_", impl)
 
 
 def reads_are_free(device: torch.device) -> bool:
@@ -166,6 +169,12 @@ def panel_rows(device: torch.device) -> int:
     return 128 if device.type == "cpu" else 512
 
 
+def slab_rows(device: torch.device) -> int:
+    """Rows whose logits exist together when nobody says: more do not make the products faster. On a GPU the gradient of
+    the weight, which every slab adds to, wants more of them than on a CPU, whose fresh pages cost as well."""
+    return 256 if device.type == "cpu" else 2048
+
+
 def slab_bytes(device: torch.device) -> int:
-    """What the logits of a chunk, and their gradient, may take when nobody says: 512 or 2048 rows at V = 152 000."""
-    return 1 << 29 if device.type == "cpu" else 1 << 31
+    """What the logits of a chunk, and their gradient, may take when nobody says: those rows at V = 152 000."""
+    return 1 << 28 if device.type == "cpu" else 1 << 31

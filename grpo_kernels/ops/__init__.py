@@ -5,4 +5,4 @@ from __future__ import annotations
 from . import rows, schema, weights
 
 schema.implement("torch", rows.row_stats, rows.row_grad_into)
-schema.implement_weights("torch", weights.row_weights_, weights.row_weights_grad_)
+schema.implement_weights("torch", weights.row_weights_)

@@ -27,7 +27,7 @@ coefficients are 0 are written as 0 without being read. row_grad_*_ (`_` at the 
 row_grad_into_* over `out`, in the dtype of that.
 
 row_weights_*_ is row_stats without softcap for `[R, V]` logits of the statistics' dtype that nobody else needs, and
-overwrites them; row_weights_grad_*_ makes the gradient of the log-probs from what it left.
+overwrites them by exp(y), the target's by 0: the gradient of a log-prob is that times -k / S, at the target k R / S.
 """
 
 from __future__ import annotations
@@ -52,10 +52,6 @@ _GRAD = (
 _WEIGHTS = (
     "(Tensor(a!) logits, Tensor targets, Tensor temperature, float logit_scale, bool entropy)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-_WEIGHTS_GRAD = (
-    "(Tensor(a!) weights, Tensor targets, Tensor temperature, float logit_scale, Tensor sum_exp, Tensor sum_others,"
-    " Tensor grad_logps) -> ()"
 )
 _LOSS = (
     "Tensor targets, Tensor temperature, float logit_scale, float? softcap, bool entropy,"
@@ -96,10 +92,9 @@ def implement(name: str, row_stats: Callable[..., Any], row_grad_into: Callable[
     _define(f"row_grad_into_{name}", f"(Tensor logits, Tensor(a!) out, {_GRAD} -> ()", row_grad_into, _fake_nothing)
 
 
-def implement_weights(name: str, row_weights_: Callable[..., Any], row_weights_grad_: Callable[..., None]) -> None:
-    """Register `row_weights_NAME_` and `row_weights_grad_NAME_`."""
+def implement_weights(name: str, row_weights_: Callable[..., Any]) -> None:
+    """Register `row_weights_NAME_`."""
     _define(f"row_weights_{name}_", _WEIGHTS, _recorded(name, row_weights_), _fake_weights)
-    _define(f"row_weights_grad_{name}_", _WEIGHTS_GRAD, row_weights_grad_, _fake_nothing)
 
 
 def _define(op: str, arguments: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
