@@ -82,12 +82,13 @@ def kl_k3(d: Any) -> Any:
 
 def token_terms(
     ratio: Any, advantage: Any, logp: Any, weight: Any, ref: Any, lower: Any, upper: Any, delta: Any, dual_clip: Any,
-    beta: Any, cispo: Any, weighted: Any, kl: Any, corrected: Any,
+    beta: Any, cispo: Any, weighted: Any, kl: Any, corrected: Any, own_ratio: Any,
 ) -> Any:  # fmt: skip
     """(loss, slope in the log-ratio, slope in the token's own logp, KL) of a token: surrogate, weight, + beta KL.
 
-    The last four arguments are known when a kernel is compiled: whether the surrogate is CISPO's, whether there is a
-    weight, the KL estimator ("none", "k1", "k2", "k3"), and whether the ratio multiplies it.
+    The last five arguments are known when a kernel is compiled: whether the surrogate is CISPO's, whether there is a
+    weight, the KL estimator ("none", "k1", "k2", "k3"), whether the ratio multiplies it, and whether the ratio is the
+    token's own, so that only the sum of the two slopes counts.
     """
     if cispo:
         loss, slope = cispo_surrogate(ratio, advantage, logp, upper)
@@ -107,8 +108,12 @@ def token_terms(
             value, own = kl_k3(ref - logp)
         if corrected:
             value = zero_safe_product(ratio, value)
-            own = zero_safe_product(ratio, own)
-            slope = slope + beta * value
+            if own_ratio and kl == "k3":
+                # of (exp(d) - d - 1) + (1 - exp(d)) nothing would be left at d = 20 in float32
+                own = zero_safe_product(ratio, logp - ref)
+            else:
+                own = zero_safe_product(ratio, own)
+                slope = slope + beta * value
         loss = loss + beta * value
         own = beta * own
     return loss, slope, own, value

@@ -134,7 +134,7 @@ def _terms(config: GRPOLossConfig, tokens: TokenInputs, log_ratio: Tensor) -> To
     lower, upper, delta, dual_clip, beta, cispo, kl, corrected = term_options(config)
     terms = formulas.token_terms(
         ratio, tokens.advantages, logps, tokens.weight, tokens.ref, lower, upper, delta, dual_clip, beta,
-        cispo, tokens.weight is not None, kl, corrected,
+        cispo, tokens.weight is not None, kl, corrected, config.importance_sampling_level == "token",
     )  # fmt: skip
     return TokenTerms(ratio, *terms)
 

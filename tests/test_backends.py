@@ -66,7 +66,7 @@ def test_without_triton_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> 
         raise ModuleNotFoundError("No module named 'triton'", name="triton")
 
     monkeypatch.setattr(importlib, "import_module", absent)
-    backends._triton_missing.cache_clear()
+    backends._look_for_triton.cache_clear()
     try:
         assert "not installed" in backends.report()["triton"]
         with pytest.raises(RuntimeError, match="triton is not installed"):
@@ -74,7 +74,7 @@ def test_without_triton_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> 
         assert gk.per_token_logps(LOGITS, IDS).logps.shape == (2, 3)
     finally:
         monkeypatch.undo()
-        backends._triton_missing.cache_clear()
+        backends._look_for_triton.cache_clear()
 
 
 def test_triton_on_the_cpu_without_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,3 +143,19 @@ def test_chunks_of_full_height_give_the_same_rows(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(rows, "_CHUNK_DEVICE", 13 * 4)
     for ours, theirs in zip(run(), expected, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("loss", [False, True])
+def test_triton_breaks_no_graph(loss: bool) -> None:
+    pytest.importorskip("triton")
+    logits, ids = torch.randn(1, 2, 5), torch.tensor([[1, 4]])
+    ones = torch.ones(1, 2)
+
+    def call(logits: torch.Tensor) -> torch.Tensor:
+        if loss:
+            return gk.grpo_loss(logits, ids, advantages=ones, old_per_token_logps=-ones, impl="triton").loss
+        return gk.per_token_logps(logits, ids, impl="triton").logps.sum()
+
+    expected = call(logits)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(logits), expected)

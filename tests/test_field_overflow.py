@@ -220,3 +220,18 @@ def test_a_zero_advantage_silences_an_impossible_token(loss_type: str, on_policy
     assert out.loss.item() == pytest.approx(per_token / 2, rel=1e-6)
     assert logits.grad is not None and torch.isfinite(logits.grad).all()
     assert (logits.grad[0, 0] == 0).all() and (logits.grad[0, 1] != 0).all()
+
+
+@pytest.mark.parametrize("d", [1e-4, 0.2, 3.0, 20.0, 25.0, 60.0])
+def test_the_gradient_of_a_bias_corrected_k3_on_policy_is_minus_d(d: float) -> None:
+    """Its two parts, exp(d) - d - 1 through the ratio and 1 - exp(d), cancel: at d = 25 nothing is left in float32."""
+    logits = uniform(1, 1).requires_grad_()
+    ref = torch.full((1, 1), d - math.log(4))
+    out = gk.grpo_loss(
+        logits, torch.tensor([[2]]), config=gk.GRPOLossConfig(beta=0.5, use_bias_correction_kl=True),
+        advantages=torch.zeros(1), ref_per_token_logps=ref,
+    )  # fmt: skip
+    out.loss.backward()
+    assert logits.grad is not None
+    distance = float(ref.double() + math.log(4))  # as rounded
+    assert logits.grad[0, 0, 2].item() == pytest.approx(-0.5 * distance * 0.75, rel=1e-6, abs=1e-7)

@@ -95,10 +95,8 @@ def turing(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.delenv(backends.ENVIRONMENT, raising=False)
-    backends._too_old.cache_clear()
     backends._warned.clear()
     yield torch.device("cuda", 0)
-    backends._too_old.cache_clear()
     backends._warned.clear()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -162,6 +163,37 @@ def test_equal_rewards_give_exactly_zero(value: float, count: int) -> None:
         "triton", batch, objective_options("dapo", "token", {}), advantages=None, rewards=torch.full((count,), value)
     )
     assert got.loss.item() == 0 and (got.grad == 0).all()
+
+
+STRIDED: dict[str, Callable[[list[float]], torch.Tensor]] = {
+    "column": lambda values: torch.tensor([values, [50.0] * len(values)]).T[:, 0],
+    "[B, 1] column": lambda values: torch.tensor([values, [50.0] * len(values)]).T[:, :1],
+    "part of a longer one": lambda values: torch.tensor([9.0, *values, 9.0])[1:-1],
+}
+
+
+@pytest.mark.parametrize("form", STRIDED)
+def test_rewards_may_have_any_strides(form: str) -> None:
+    batch, opt = make_batch(seed=3, lengths=(1, 2, 1, 2)), objective_options("dapo", "token", {})
+    values = [1.0, 0.0, 0.25, 2.0]
+    got, expected = (
+        run_on("triton", batch, opt, advantages=None, rewards=rewards, group_size=2)
+        for rewards in (STRIDED[form](values), torch.tensor(values))
+    )
+    assert_same_run(got, expected, form)
+    assert got.grad.norm() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [([1e20, 1e20, 1e20, 2e20], [-0.5, -0.5, -0.5, 1.5]), ([1e38, -1e38, 1e38, -1e38], [0.75**0.5, -(0.75**0.5)] * 2)],
+)
+def test_large_rewards_do_not_overflow(rewards: list[float], expected: list[float]) -> None:
+    batch = make_batch(lengths=(1,) * 4, vocab=5, holes=False).but(old=None)
+    got = run_on(
+        "triton", batch, objective_options("dapo", "token", {}), advantages=None, rewards=torch.tensor(rewards)
+    )
+    torch.testing.assert_close(got.per_token.loss[:, 0], -torch.tensor(expected), rtol=1e-6, atol=0)
 
 
 ROUTED: dict[str, dict[str, Any]] = {

@@ -379,3 +379,19 @@ def test_every_layout_of_the_upstream_gradient(form: str) -> None:
     total(logp.gather(-1, ids[..., None])[..., 0], -(logp.exp() * logp).sum(-1)).backward()
     assert leaf.grad is not None
     torch.testing.assert_close(leaf.grad.cpu(), plain.grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("value", [-1e30, -1e20, 1e30])
+def test_a_softcap_leaves_no_share_of_a_huge_logit(value: float) -> None:
+    """-1e30 is a common mask."""
+    rows = torch.tensor([[value, 1.0, 2.0, 0.5]])
+    ids = torch.tensor([0])
+    truth = torch.log_softmax(30.0 * torch.tanh(rows.double() / 30.0), -1)[0, 0]
+    ours = scored(rows, ids, softcap=30.0)
+    assert ours.logps[0].item() == pytest.approx(truth.item(), abs=2e-4)
+
+
+@pytest.mark.parametrize("transform", [{}, CAPPED], ids=["plain", "capped"])
+def test_a_row_without_a_distribution_has_no_gradient_that_looks_like_one(transform: dict[str, float]) -> None:
+    ours = scored(torch.full((1, 5), -INF), torch.tensor([2]), **transform)
+    assert ours.logps.isnan().all() and ours.grad.isnan().all()

@@ -8,7 +8,7 @@ import importlib
 import os
 import warnings
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ __all__ = [
     "report", "resolve", "row_op", "slab_bytes", "slab_rows", "weigh_op",
 ]  # fmt: skip
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 ENVIRONMENT: Final = "GRPO_KERNELS_BACKEND"
 _IMPLS: Final = ("auto", "triton", "cpp", "torch")
 _ACCELERATORS: Final = ("cuda", "xpu")
@@ -41,9 +43,20 @@ def report() -> dict[str, str]:
 _CPP_MISSING: Final = "the C++ kernels are not built yet in this version"
 
 
-@functools.lru_cache
+def _constant(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """torch.compiler.assume_constant_result without its import: what is traced takes the answer, not the way to it."""
+    setattr(function, "_dynamo_marked_constant", True)  # noqa: B010  (no attribute that a type knows)
+    return function
+
+
+@_constant
 def _triton_missing() -> str | None:
     """Why the Triton kernels cannot run at all; None when they can."""
+    return _look_for_triton()
+
+
+@functools.lru_cache
+def _look_for_triton() -> str | None:
     try:
         importlib.import_module(".triton", __name__)
     except Exception as error:  # noqa: BLE001  (whatever a missing, broken or foreign triton raises is the reason)
@@ -75,7 +88,7 @@ def _unavailable(name: str, device: torch.device) -> str | None:
     )
 
 
-@functools.lru_cache
+@_constant
 def _too_old(device: torch.device) -> str | None:
     if device.type != "cuda" or torch.version.hip is not None:
         return None

@@ -137,7 +137,7 @@ def target_grad(
         certain = -log1p(tl.where(likely, others / tl.where(likely, e_target, 1.0), 0.0))
         logp = tl.where(likely, certain, y * LN2 - tl.log(total))
         grad = grad - g_entropy * (e_target / total) * (logp + entropy)
-    gone = (e_target == 0.0) & (raw <= masked_below)
+    gone = (e_target == 0.0) & (raw <= masked_below) & (others == others)  # NaN: the whole row is
     return tl.where(gone, 0.0, grad * slope * derivative)
 
 

@@ -109,10 +109,13 @@ def soft_cap(x, logit_scale: tl.constexpr, softcap: tl.constexpr, masked_below: 
 
 @triton.jit
 def keep_infinite(capped, x, masked_below: tl.constexpr):
-    """The tiny share of x is lost in rounding, but for infinities and finfo.min, which it carries through the cap."""
+    """The tiny share of x is lost in rounding, but for infinities and finfo.min, which it carries through the cap.
+
+    finfo.min, -3.4e38, comes out at -34000; a mask of -1e30 as the cap leaves it.
+    """
     if masked_below > -1e30:  # float16 has no number that large
         capped = tl.where(x > masked_below, capped, float("-inf"))
-    return x * 1e-30 + capped
+    return x * 1e-34 + capped
 
 
 @triton.jit

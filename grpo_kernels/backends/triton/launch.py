@@ -129,9 +129,10 @@ def heat_of(temperature: Tensor, targets: Tensor) -> tuple[Tensor, int]:
 
 def device_of(logits: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Launches go to the tensors' device, not to the current one."""
-    if logits.device.type == "cuda":
-        return torch.cuda.device(logits.device)
-    return contextlib.nullcontext()
+    if logits.device.type in ("cpu", "meta"):
+        return contextlib.nullcontext()
+    guard: contextlib.AbstractContextManager[Any] = getattr(torch, logits.device.type).device(logits.device)
+    return guard
 
 
 def launch(logits: Tensor, run: Callable[[Tile, Target], Any]) -> None:
@@ -201,6 +202,7 @@ def loss_stats(
         outputs[1] = torch.empty(0, dtype=dtype, device=logits.device)
     if targets.numel() == 0:
         return tuple(outputs)
+    advantages = advantages.contiguous() if group_size else advantages
     heat, heat_stride = heat_of(temperature, targets)
     length, batch_stride, token_stride = geometry(logits)
     sides = [advantages if value is None else value for value in (advantages, old, ref, weight)]
@@ -259,7 +261,8 @@ def side_strides(values: Tensor | None, targets: Tensor) -> tuple[int, int]:
 @functools.lru_cache(maxsize=64)
 def _scalars(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Options that change, as a tensor: as arguments they would be float32 even beside float64 logits."""
-    return torch.tensor(values, dtype=dtype, device=device)
+    pinned = device.type == "cuda"  # from other memory the copy would wait for the device
+    return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)
 
 
 def row_grad_into(

@@ -13,7 +13,7 @@ def group_advantage(rewards, sequence, group_size, eps, GROUP: tl.constexpr):
     """(r - mean) / (std + eps) of one response within its group of consecutive ones, ddof 1. Reads group_size rewards.
 
     NaN rewards are not scored; one scored reward, or equal ones, give exactly 0. Differences from the group's largest
-    reward come first, so that a common offset loses no digits.
+    reward come first, so that a common offset loses no digits, in units of their range, so that no square overflows.
     """
     member = tl.arange(0, GROUP)
     inside = member < group_size
@@ -22,13 +22,14 @@ def group_advantage(rewards, sequence, group_size, eps, GROUP: tl.constexpr):
     count = tl.sum(scored.to(tl.float32), axis=0)
     top = tl.max(tl.where(scored, r, float("-inf")), axis=0)
     bottom = tl.min(tl.where(scored, r, float("inf")), axis=0)
-    gap = tl.where(scored, r - top, 0.0)
+    unit = tl.where(top > bottom, top - bottom, 1.0)
+    gap = tl.where(scored, (r - top) / unit, 0.0)
     mean = tl.sum(gap, axis=0) / tl.maximum(count, 1.0)
     residual = tl.where(scored, gap - mean, 0.0)
     deviation = tl.sqrt(tl.sum(residual * residual, axis=0) / tl.maximum(count - 1.0, 1.0))
     own = tl.load(rewards + sequence)
     silent = (own != own) | (top == bottom) | (count <= 1.0)
-    return tl.where(silent, 0.0, ((own - top) - mean) / (deviation + eps))
+    return tl.where(silent, 0.0, ((own - top) / unit - mean) / (deviation + eps / unit))
 
 
 # what steps and layouts of a run change: none of it may compile a kernel anew
@@ -112,7 +113,7 @@ def grpo_loss_fwd_kernel(
             anchor = tl.load(ref + sequence * ref_batch_stride + token * ref_token_stride)
         loss, slope, own_slope, kl = token_terms(
             ratio, advantage, logp, rollout, anchor, tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2),
-            tl.load(scalars + 3), tl.load(scalars + 4), CISPO, WEIGHTED, KL, CORRECTED,
+            tl.load(scalars + 3), tl.load(scalars + 4), CISPO, WEIGHTED, KL, CORRECTED, True,
         )  # fmt: skip
         tl.store(ratios + n, ratio)
         tl.store(losses + n, loss)
