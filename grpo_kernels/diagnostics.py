@@ -16,6 +16,7 @@ from . import backends, reference
 from .checks import ENVIRONMENT as CHECK_ENVIRONMENT
 from .config import GRPOLossConfig
 from .functional import grpo_loss, per_token_logps
+from .functional_linear import linear_grpo_loss
 from .ops.schema import stats_dtype
 
 PACKAGES = ("grpo-kernels", "torch", "triton", "transformers", "accelerate", "peft", "flash-attn", "trl")
@@ -66,6 +67,7 @@ def check(device: str, impl: str) -> Iterator[Finding]:
     yield _sixteen_bit_inputs(device, impl)
     for dtype in dtypes:
         yield _gradient(device, impl, dtype)
+        yield _linear(device, impl, dtype)
     yield _poisoned_padding(device, impl)
     yield _row_alone(device, impl)
     yield _far_rows(device, impl)
@@ -143,6 +145,27 @@ def _gradient(device: str, impl: str, dtype: torch.dtype) -> Finding:
     allowed = (plain - truth).abs() + torch.finfo(dtype).eps * truth.abs() + inherited * scale
     text = f"worst error / largest gradient {(error.max() / scale).item():.1e}"
     return f"gradient of clip + k3 + entropy, {dtype}", bool((error <= allowed).all()), text
+
+
+def _linear(device: str, impl: str, dtype: torch.dtype) -> Finding:
+    _, ids, rest = _loss_problem(torch.float32)
+    config = GRPOLossConfig(epsilon_high=0.28, beta=0.1)
+    head = [(_draw(3, 5, 64)).to(dtype), (_draw(1031, 64) / 8).to(dtype)]
+
+    def run(kind: torch.dtype, where: str, loss_of: Callable[..., Tensor]) -> list[Tensor]:
+        leaves = [tensor.to(where).to(kind).requires_grad_() for tensor in head]
+        sides = {name: value.to(where, torch.float32) for name, value in rest.items()}
+        loss = loss_of(*leaves, ids.to(where), config=config, **sides)
+        return [grad.cpu().double() for grad in torch.autograd.grad(loss, leaves)]
+
+    truth = run(torch.float64, "cpu", lambda h, w, *more, **rest: reference.grpo_loss(h @ w.t(), *more, **rest))
+    worst = 0.0
+    for mode in ("fast", "lean"):
+        ours = run(dtype, device, lambda *t, mode=mode, **rest: linear_grpo_loss(*t, mode=mode, impl=impl, **rest).loss)
+        errors = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(ours, truth, strict=True)]
+        worst = max(worst, *errors)
+    allowed = 4 * torch.finfo(dtype).eps + 1e-5
+    return f"gradients of hidden states and head, {dtype}", worst < allowed, f"error {worst:.1e}, allowed {allowed:.1e}"
 
 
 def _poisoned_padding(device: str, impl: str) -> Finding:

@@ -68,7 +68,7 @@ def linear_per_token_logps(
         mask, temperature, softcap, logit_scale, entropy: see `per_token_logps`.
         mode: "auto" or "lean". "fast" is for losses alone: here the upstream gradient is not known in time.
         chunk_bytes: what the logits of a chunk, and their gradient, may take; below one row it means one row. None:
-            512 MiB on the CPU, 2 GiB elsewhere, or less if more rows do not pay.
+            256 rows on the CPU, 2048 elsewhere, at most 256 MiB or 2 GiB.
         logits_dtype: "float32", or "input": the dtype of the operands, at half the memory and a bfloat16's precision.
         impl: "auto", "torch", "cpp" or "triton".
 

@@ -98,12 +98,22 @@ def affordable_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     from grpo_kernels import checks
 
     check_logits: Callable[..., tuple[torch.Tensor, torch.Tensor]] = checks.check_logits
+    check_hidden: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = checks.check_hidden
 
-    def check(function: str, logits: Any, *rest: Any) -> Any:
-        checked = check_logits(function, logits, *rest)
-        rows, columns = checked[1].numel(), logits.shape[-1]
+    def afford(ids: torch.Tensor, columns: int) -> None:
+        rows = ids.numel()
         if rows > MOST_ROWS or rows * columns > MOST_LOGITS:
             pytest.skip(f"{rows} rows of {columns} logits take the interpreter too long")
+
+    def logits(*arguments: Any) -> Any:
+        checked = check_logits(*arguments)
+        afford(checked[1], checked[0].shape[-1])
         return checked
 
-    monkeypatch.setattr(checks, "check_logits", check)
+    def hidden(*arguments: Any) -> Any:
+        checked = check_hidden(*arguments)
+        afford(checked[2], checked[1].shape[0])
+        return checked
+
+    monkeypatch.setattr(checks, "check_logits", logits)
+    monkeypatch.setattr(checks, "check_hidden", hidden)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from refusals import LONG, B, T, V, good, refused
+from refusals import LONG, B, T, good, refused
 
 import grpo_kernels as gk
 

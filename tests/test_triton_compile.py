@@ -97,6 +97,7 @@ PLANNED = itertools.chain(
     pairwise(target=OTHERS, op=LOSS_OPS, **FEATURES, **SHAPES, **LOSS, **KL),
     each(op=("loss_grad_",), target=OTHERS, dtype=("bfloat16", "float64"), **LARGEST),
     each(op=("row_scale_",), target=TARGETS),
+    each(op=("row_grad",), target=TARGETS, dtype=("float32",), entropy=BOTH, softcap=BOTH, out=("bfloat16",)),
     each(op=("row_scale_",), target=("sm_90",), dtype=DTYPES),
     each(op=ALL_OPS, target=("sm_90",), vocab=(500_000,), length=(20_000,)),  # a stride beyond 32 bits
 )

@@ -48,6 +48,7 @@ class Case:
     corrected: bool = False
     cispo: bool = False
     rewards: bool = False
+    out: str = ""  # of a gradient beside the logits: its dtype, if another
 
     @property
     def itemsize(self) -> int:
@@ -171,9 +172,8 @@ def run_case(case: Case) -> None:
     elif case.op == "row_stats":
         launch.row_stats(*arguments, case.entropy)
     elif case.op == "row_grad":
-        launch.row_grad_into(
-            logits, torch.empty_like(logits), *arguments[1:], row, row, row, row, row, row if case.entropy else None
-        )
+        grad = torch.empty(logits.shape, dtype=torch_dtype(case.out or case.dtype), device="meta")
+        launch.row_grad_into(logits, grad, *arguments[1:], row, row, row, row, row, row if case.entropy else None)
     else:
         share = (row, one, one) if case.op == "loss_grad_" else ()
         launch.loss_stats(*arguments, case.entropy, *_loss_arguments(case, row), *share)
