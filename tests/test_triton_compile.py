@@ -180,8 +180,9 @@ def test_main_loops_access_128_bits_and_wait_for_no_other_lane(target: str) -> N
             if loop.masked or case.vocab % 16 != 0:
                 continue
             assert (loop.barriers, loop.shuffles) == (0, 0), name
-            assert loop.narrowest >= 128, name
-            assert loop.elements % (16 // case.itemsize) == 0, name
+            # beside 128-bit loads of float32 logits, a 16-bit gradient is stored by 64 bits: a warp's are contiguous
+            assert loop.narrowest >= (64 if case.out and loop.writes else 128), name
+            assert loop.elements % (16 // case.itemsize if loop.reads else 1) == 0, name
     sweep, gradient, zeros = (True, False), (True, True), (False, True)
     assert kinds == {
         "row_stats": {sweep},

@@ -279,17 +279,14 @@ def row_grad_into(
     rows = [flat(t) for t in (row_max, sum_exp, sum_others, grad_logps)]
 
     def run(tile: Tile, target: Target) -> None:
-        # both sides 128 bits wide: of float32 logits and a 16-bit gradient a lane reads two vectors for each it writes
-        narrow = min(logits.dtype, out.dtype, key=lambda dtype: dtype.itemsize)
-        lanes, vector = lanes_and_vector(tile, target, narrow)
-        options = common_options(logits, target, tile, logit_scale, softcap, grad_entropy is not None)
+        lanes, vector = lanes_and_vector(tile, target, logits.dtype)
         chunks = triton.cdiv(logits.shape[-1], tile.blocks * lanes * vector)
         row_grad_bwd_kernel[(targets.numel(), chunks)](
             logits, out, flat(targets), heat, flat(entropy), *rows,
             rows[-1] if grad_entropy is None else flat(grad_entropy),
             length, logits.shape[-1], batch_stride, token_stride, out_batch_stride, out_token_stride, heat_stride,
             BLOCKS=tile.blocks, ALIGNED=aligned(logits, out),
-            **options | {"VEC": vector},
+            **common_options(logits, target, tile, logit_scale, softcap, grad_entropy is not None),
         )  # fmt: skip
 
     launch(logits, run)
