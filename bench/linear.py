@@ -1,11 +1,13 @@
 """Hidden states to gradients on this machine: the fused linear loss beside bare matrix products and its rivals.
 
-    python bench/linear.py --output bench/results/linear-cpu.json
-    python bench/linear.py --shape large --dtype bfloat16 --output bench/results/linear-cpu-large-bfloat16.json
+    python bench/linear.py --save
+    python bench/linear.py --shape large --dtype bfloat16 --rounds 3 --save
+    python bench/linear.py --page
 
 Every round runs every provider once, in a new order; a ratio is the median over rounds of the provider's time by that
 of the bare products of the same round. Peak memory is what torch's allocator had at most beyond the inputs, from a run
-of its own. Rivals that are not installed are left out.
+of its own. Rivals that are not installed are left out. `--save` writes bench/results, `--page` the table of
+docs/linear.md from what lies there.
 """
 
 from __future__ import annotations
@@ -27,6 +29,12 @@ from torch.profiler import ProfilerActivity, profile
 
 import grpo_kernels as gk
 
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "linear.md"
+RECORDS = [
+    ROOT / "bench" / "results" / f"linear-cpu-{kind}.json"
+    for kind in ("base-float32", "large-float32", "large-bfloat16")
+]
 SHAPES = {"base": (8, 128, 512, 32_000), "large": (4, 128, 896, 151_936)}  # B, T, H, V
 Step = Callable[[], Any]
 
@@ -205,11 +213,16 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="base")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--only", nargs="+", default=[""], help="providers whose names contain one of these")
+    parser.add_argument("--save", action="store_true", help="write the result to bench/results")
+    parser.add_argument("--page", action="store_true", help="write the table of the page, and measure nothing")
     options = parser.parse_args()
+    if options.page:
+        PAGE.write_text(page(PAGE.read_text()))
+        return
     torch.manual_seed(0)
     case = Case(*SHAPES[options.shape], getattr(torch, options.dtype))
-    steps = case.steps()
+    steps = {name: step for name, step in case.steps().items() if any(part in name for part in ["bare", *options.only])}
     truth = truth_of(case) if options.shape == "base" else None
     times = measured(steps, options.rounds)
     bare = [min(together) for together in zip(*(times[n] for n in times if "bare" in n), strict=True)]
@@ -235,8 +248,28 @@ def main() -> None:
         "versions": {p: metadata.version(p) for p in ("torch", "trl", "liger-kernel") if _installed(p)},
         "results": results,
     }
-    if options.output:
-        options.output.write_text(json.dumps(record, indent=1) + "\n")
+    if options.save:
+        target = ROOT / "bench" / "results" / f"linear-cpu-{options.shape}-{options.dtype}.json"
+        target.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def page(text: str) -> str:
+    """The page with the table between its two marks made anew from the committed records."""
+    records = [json.loads(file.read_text()) for file in RECORDS]
+    heads = [
+        f"{r['dtype']}, N={r['shape']['B'] * r['shape']['T']} H={r['shape']['H']} V={r['shape']['V']}" for r in records
+    ]
+    names = list(dict.fromkeys(name for record in records for name in record["results"]))
+    lines = [f"| | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    for name in names:
+        cells = [_cell(record["results"].get(name)) for record in records]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    before, after = text.split("<!-- table -->\n", maxsplit=1)[0], text.split("<!-- end of table -->\n")[1]
+    return f"{before}<!-- table -->\n" + "\n".join(lines) + f"\n<!-- end of table -->\n{after}"
+
+
+def _cell(result: dict[str, float] | None) -> str:
+    return "" if result is None else f"{result['ratio_to_bare']:.2f}, {result['peak_mib']:.0f} MiB"
 
 
 def _installed(package: str) -> bool:

@@ -66,6 +66,7 @@ class Head:
         rows = self.hidden.shape[:-1].numel()
         if chunk_bytes is None:
             fitting = min(fitting, backends.slab_rows(self.hidden.device))
+            budget = fitting * per_row
         height = min(fitting // panel, -(-rows // panel)) * panel
         return Sizes(max(panel, height), panel, max(budget, per_row))
 
