@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from .checks import check_group_arguments
+from . import checks
 from .layout import Layout, PackedLayout, PaddedLayout
 
 EPS = 1e-4  # TRL's
@@ -84,3 +87,43 @@ def _batch_std(rewards: Tensor, scored: Tensor, ddof: int) -> Tensor:
     count = scored.sum()
     residual = torch.where(scored, gap - gap.sum() / count.clamp(min=1), 0.0)
     return (residual.square().sum() / (count - ddof).clamp(min=1)).sqrt()
+
+
+def check_group_arguments(
+    function: str, rewards: Any, group_size: Any, group_ids: Any, baseline: str, scale: str, ddof: Any, eps: Any
+) -> None:
+    """The arguments of group_advantages."""
+    rewards = checks.check_tensor(function, "rewards", rewards, checks.REALS, "real numbers")
+    if rewards.ndim != 1:
+        raise ValueError(checks.complain(function, "rewards", "must be [B]", checks.shape_of(rewards), "Flatten it."))
+    checks.check_choice(function, "baseline", baseline, ("mean", "leave_one_out", "none"))
+    checks.check_choice(function, "scale", scale, ("group", "batch", "none"))
+    if isinstance(ddof, bool) or not isinstance(ddof, int) or ddof not in (0, 1):
+        raise ValueError(checks.complain(function, "ddof", "must be 0 or 1", ddof, "TRL uses 1."))
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+        raise TypeError(checks.complain(function, "eps", "must be a number", type(eps).__name__, "TRL uses 1e-4."))
+    if not (math.isfinite(eps) and eps >= 0):
+        raise ValueError(checks.complain(function, "eps", "must be finite and >= 0", eps, "TRL uses 1e-4."))
+    if group_size is not None and group_ids is not None:
+        advice = "Use group_size for consecutive groups, group_ids for any others."
+        raise ValueError(checks.complain(function, "group_size", "must be None with group_ids", group_size, advice))
+    if group_size is not None:
+        if isinstance(group_size, bool) or not isinstance(group_size, int):
+            raise TypeError(
+                checks.complain(
+                    function, "group_size", "must be an int", type(group_size).__name__, "Convert it with int()."
+                )
+            )
+        if group_size < 1 or len(rewards) % group_size:
+            wanted = f"must be >= 1 and divide the number of rewards, {len(rewards)}"
+            raise ValueError(
+                checks.complain(function, "group_size", wanted, group_size, "Use group_ids for uneven groups.")
+            )
+    if group_ids is not None:
+        ids = checks.check_tensor(function, "group_ids", group_ids, checks.INTEGERS, "integers")
+        if ids.shape != rewards.shape:
+            got = f"{checks.shape_of(ids)} with rewards {checks.shape_of(rewards)}"
+            raise ValueError(
+                checks.complain(function, "group_ids", "must have the shape of rewards", got, "Give one id each.")
+            )
+        checks.check_device(function, "rewards", rewards.device, {"group_ids": ids})

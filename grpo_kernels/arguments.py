@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import aggregation, checks, objective
-from .advantages import EPS, group_advantages
+from .advantages import EPS, check_group_arguments, group_advantages
 from .config import GRPOLossConfig
 from .inputs import LossCall, RowCall, live_rows
 from .layout import make_layout
@@ -96,7 +96,7 @@ def check_loss_arguments(
         _warn_if_distributed(name, config)
     if rewards is not None:
         rewards = rewards.reshape(-1)
-        checks.check_group_arguments(name, rewards, group_size, group_ids, "mean", "group", 1, EPS)
+        check_group_arguments(name, rewards, group_size, group_ids, "mean", "group", 1, EPS)
     return LossArguments(
         config, _detached(advantages), _detached(rewards), group_size, group_ids, _detached(old), _detached(ref),
         _detached(mask), LossCall(RowCall(), heat, cu_seqlens, _detached(weight), scale, entropy_scale),

@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -16,8 +16,9 @@ from .config import LARGEST, SMALLEST, GRPOLossConfig
 
 ENVIRONMENT: Final = "GRPO_KERNELS_CHECK"
 FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_MASKS: Final = (*FLOATS, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+REALS: Final = (*FLOATS, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _IDS: Final = (torch.int32, torch.int64)
+INTEGERS: Final = REALS[4:]
 
 
 def complain(function: str, argument: str, requirement: str, got: object, advice: str) -> str:
@@ -147,30 +148,11 @@ def check_count(function: str, argument: str, value: object, least: int, advice:
         raise ValueError(complain(function, argument, f"must be >= {least}", value, advice))
 
 
-def check_live_count(
-    function: str, count: object, ids: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, vocabulary: int
-) -> None:
-    """num_live_tokens: the number of live tokens, exactly."""
-    if count is None:
-        return
-    advice = "Count the tokens that the mask keeps and whose id is in the vocabulary, or pass None."
-    check_count(function, "num_live_tokens", count, 0, advice)
-    if not reads_data(ids):
-        return
-    live = (ids >= 0) & (ids < vocabulary)
-    live = live if mask is None else live & (mask != 0)
-    if cu_seqlens is not None:
-        live = live & (torch.arange(ids.shape[0], device=ids.device) < cu_seqlens[-1])
-    if int(live.sum()) != count:
-        wanted = f"must be the number of live tokens, {int(live.sum())}"
-        raise ValueError(complain(function, "num_live_tokens", wanted, count, advice))
-
-
 def check_mask(function: str, argument: str, mask: object, ids_argument: str, ids: Tensor) -> Tensor | None:
     """A mask of the ids' shape: bool, integer or float."""
     if mask is None:
         return None
-    mask = check_tensor(function, argument, mask, _MASKS, "bool, integers or floats")
+    mask = check_tensor(function, argument, mask, REALS, "bool, integers or floats")
     if mask.shape != ids.shape:
         got = f"{argument} {shape_of(mask)} with {ids_argument} {shape_of(ids)}"
         advice = "Cut or pad one of them; nothing is broadcast."
@@ -284,7 +266,7 @@ def check_config(function: str, config: object) -> GRPOLossConfig:
 
 def check_rewards(function: str, rewards: object, num_sequences: int) -> Tensor:
     """`[B]` or `[B, 1]` real numbers."""
-    rewards = check_tensor(function, "rewards", rewards, _MASKS, "real numbers")
+    rewards = check_tensor(function, "rewards", rewards, REALS, "real numbers")
     if shape_of(rewards) not in ([num_sequences], [num_sequences, 1]):
         advice = "Give one reward per sequence."
         raise ValueError(complain(function, "rewards", f"must be [{num_sequences}]", shape_of(rewards), advice))
@@ -358,39 +340,3 @@ def check_inplace(function: str, logits: Tensor, inplace: bool) -> bool:
         advice += " DistributedDataParallel and full backward hooks also return views."
         raise ValueError(complain(function, "logits", "must not be a view with inplace=True", "a view", advice))
     return True
-
-
-def check_group_arguments(
-    function: str, rewards: Any, group_size: Any, group_ids: Any, baseline: str, scale: str, ddof: Any, eps: Any
-) -> None:
-    """The arguments of group_advantages."""
-    rewards = check_tensor(function, "rewards", rewards, _MASKS, "real numbers")
-    if rewards.ndim != 1:
-        raise ValueError(complain(function, "rewards", "must be [B]", shape_of(rewards), "Flatten it."))
-    check_choice(function, "baseline", baseline, ("mean", "leave_one_out", "none"))
-    check_choice(function, "scale", scale, ("group", "batch", "none"))
-    if isinstance(ddof, bool) or not isinstance(ddof, int) or ddof not in (0, 1):
-        raise ValueError(complain(function, "ddof", "must be 0 or 1", ddof, "TRL uses 1."))
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
-        raise TypeError(complain(function, "eps", "must be a number", type(eps).__name__, "TRL uses 1e-4."))
-    if not (math.isfinite(eps) and eps >= 0):
-        raise ValueError(complain(function, "eps", "must be finite and >= 0", eps, "TRL uses 1e-4."))
-    if group_size is not None and group_ids is not None:
-        advice = "Use group_size for consecutive groups, group_ids for any others."
-        raise ValueError(complain(function, "group_size", "must be None with group_ids", group_size, advice))
-    if group_size is not None:
-        if isinstance(group_size, bool) or not isinstance(group_size, int):
-            raise TypeError(
-                complain(function, "group_size", "must be an int", type(group_size).__name__, "Convert it with int().")
-            )
-        if group_size < 1 or len(rewards) % group_size:
-            wanted = f"must be >= 1 and divide the number of rewards, {len(rewards)}"
-            raise ValueError(complain(function, "group_size", wanted, group_size, "Use group_ids for uneven groups."))
-    if group_ids is not None:
-        ids = check_tensor(function, "group_ids", group_ids, _MASKS[4:], "integers")
-        if ids.shape != rewards.shape:
-            got = f"{shape_of(ids)} with rewards {shape_of(rewards)}"
-            raise ValueError(
-                complain(function, "group_ids", "must have the shape of rewards", got, "Give one id each.")
-            )
-        check_device(function, "rewards", rewards.device, {"group_ids": ids})

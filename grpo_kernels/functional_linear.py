@@ -195,7 +195,7 @@ def linear_grpo_loss(
         got = f"'fast' with importance_sampling_level={config.importance_sampling_level!r}"
         raise ValueError(checks.complain(name, "mode", wanted, got, "Use mode='lean' or 'auto'."))
     checks.check_flag(name, "return_per_token", return_per_token)
-    checks.check_live_count(name, num_live_tokens, ids, given.mask, given.call.cu_seqlens, weight.shape[0])
+    _check_live_count(name, num_live_tokens, ids, given.mask, given.call.cu_seqlens, weight.shape[0])
     if not _differentiable(hidden, weight, bias):
         how = "forward"
     elif mode == "auto":
@@ -223,3 +223,22 @@ def _check_how(function: str, mode: str, chunk_bytes: object, logits_dtype: str)
     checks.check_choice(function, "logits_dtype", logits_dtype, ("float32", "input"))
     if chunk_bytes is not None:
         checks.check_count(function, "chunk_bytes", chunk_bytes, 1, "Give bytes; None chooses.")
+
+
+def _check_live_count(
+    function: str, count: object, ids: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, vocabulary: int
+) -> None:
+    """num_live_tokens: the number of live tokens, exactly."""
+    if count is None:
+        return
+    advice = "Count the tokens that the mask keeps and whose id is in the vocabulary, or pass None."
+    checks.check_count(function, "num_live_tokens", count, 0, advice)
+    if not checks.reads_data(ids):
+        return
+    live = (ids >= 0) & (ids < vocabulary)
+    live = live if mask is None else live & (mask != 0)
+    if cu_seqlens is not None:
+        live = live & (torch.arange(ids.shape[0], device=ids.device) < cu_seqlens[-1])
+    if int(live.sum()) != count:
+        wanted = f"must be the number of live tokens, {int(live.sum())}"
+        raise ValueError(checks.complain(function, "num_live_tokens", wanted, count, advice))
