@@ -22,7 +22,7 @@ def test_info_names_versions_implementations_and_environment(capsys: pytest.Capt
 def test_check_passes_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
-    assert out.count("ok    ") == 12
+    assert out.count("ok    ") == 15
     assert "FAIL" not in out
     assert "cpu, implementation torch: all within budget" in out
 

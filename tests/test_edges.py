@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 import grpo_kernels as gk
 
 IDS = torch.tensor([[0, 3, 1], [2, 4, 0]])
-LOGITS = torch.randn(2, 3, 5)
+LOGITS = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
 ADVANTAGES = torch.tensor([0.0, 1.0])
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import grpo_kernels as gk
 
 IDS = torch.tensor([[0, 3, 1], [2, 4, 0]])
-HIDDEN = torch.randn(2, 3, 6)
+HIDDEN = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
 
 
 def logps(logits: Tensor) -> Tensor:
