@@ -57,8 +57,14 @@ def test_auto_takes_triton_on_a_gpu_or_warns_once(monkeypatch: pytest.MonkeyPatc
         assert backends.resolve("grpo_loss", "auto", device) == "torch"
 
 
-def test_auto_on_the_cpu_is_torch_even_where_triton_is_interpreted() -> None:
-    assert backends.resolve("grpo_loss", "auto", torch.device("cpu")) == "torch"
+@pytest.mark.parametrize(("missing", "expected"), [(None, "cpp"), ("a reason", "torch")])
+def test_auto_on_the_cpu_is_cpp_if_built_even_where_triton_is_interpreted(
+    missing: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(backends.ENVIRONMENT, raising=False)
+    monkeypatch.setattr(backends, "_cpp_missing", lambda: missing)
+    assert backends.resolve("grpo_loss", "auto", torch.device("cpu")) == expected
+    assert backends.resolve("grpo_loss", "auto", torch.device("meta")) == "torch"
 
 
 def test_without_triton_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,9 +92,9 @@ def test_triton_on_the_cpu_without_the_interpreter_is_refused(monkeypatch: pytes
 @pytest.mark.parametrize("loss_type", ["dapo", "bnpo", "cispo", "grpo", "dr_grpo"])
 def test_many_processes_without_a_normalizer_warn_once(loss_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token denominator that one rank sees is not the batch's; a mean over sequences is the same on equal ranks."""
-    from grpo_kernels import functional
+    from grpo_kernels import arguments
 
-    monkeypatch.setattr(functional, "_warned_about_ranks", False)
+    monkeypatch.setattr(arguments, "_warned_about_ranks", False)
     for name, value in {"is_available": True, "is_initialized": True, "get_world_size": 2}.items():
         monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
     config = gk.GRPOLossConfig(loss_type=loss_type, epsilon_high=5.0, max_completion_length=3)
