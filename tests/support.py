@@ -22,6 +22,11 @@ OBJECTIVES = [(name, "token") for name in LOSS_TYPES] + [(name, "sequence") for 
 LAYOUTS = ["padded", "packed"]
 
 
+def default_impl() -> str:
+    """What `impl="auto"` is on the CPU here."""
+    return gk.backends.resolve("tests", "auto", torch.device("cpu"))
+
+
 def result_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 

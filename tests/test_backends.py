@@ -57,8 +57,14 @@ def test_auto_takes_triton_on_a_gpu_or_warns_once(monkeypatch: pytest.MonkeyPatc
         assert backends.resolve("grpo_loss", "auto", device) == "torch"
 
 
-def test_auto_on_the_cpu_is_torch_even_where_triton_is_interpreted() -> None:
-    assert backends.resolve("grpo_loss", "auto", torch.device("cpu")) == "torch"
+@pytest.mark.parametrize(("missing", "expected"), [(None, "cpp"), ("a reason", "torch")])
+def test_auto_on_the_cpu_is_cpp_if_built_even_where_triton_is_interpreted(
+    missing: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(backends.ENVIRONMENT, raising=False)
+    monkeypatch.setattr(backends, "_cpp_missing", lambda: missing)
+    assert backends.resolve("grpo_loss", "auto", torch.device("cpu")) == expected
+    assert backends.resolve("grpo_loss", "auto", torch.device("meta")) == "torch"
 
 
 def test_without_triton_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,21 +57,37 @@ def run_python(program: str, *, cwd: Path, tree: Path = ROOT) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel that `pip install .` builds from a clean copy of the tree, in an environment without torch."""
-    tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
+def copy_tree(tree: Path) -> Path:
+    """What a build takes, without what earlier builds left."""
+    tree.mkdir(exist_ok=True)
     for name in BUILD_INPUTS:
         source = ROOT / name
         if source.is_dir():
             shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
         elif source.exists():
             shutil.copy(source, tree / name)
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-cache-dir", "--wheel-dir", str(out), str(tree)]
-    done = subprocess.run(command, cwd=out, env=clean_environment(), capture_output=True, text=True, check=False)
+    return tree
+
+
+def build(tree: Path, out: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`pip wheel` of a tree, into `out`."""
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-cache-dir", "--wheel-dir", str(out), *options]
+    env = clean_environment() | environment
+    return subprocess.run([*command, str(tree)], cwd=tree, env=env, capture_output=True, text=True, check=False)
+
+
+def wheel_in(out: Path, done: subprocess.CompletedProcess[str]) -> Path:
+    """The one wheel of a build that succeeded."""
     assert done.returncode == 0, done.stdout + done.stderr
     (built,) = out.iterdir()
     return built
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that `pip install .` builds from a clean copy of the tree, in an environment without torch."""
+    out = tmp_path_factory.mktemp("wheel")
+    return wheel_in(out, build(copy_tree(tmp_path_factory.mktemp("tree")), out))
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,17 @@ from linear_support import (
     run_linear,
 )
 from oracle import Options
-from support import DTYPES, LAYOUTS, OBJECTIVES, config_of, full_options, loss_inputs, objective_options, tensor
+from support import (
+    DTYPES,
+    LAYOUTS,
+    OBJECTIVES,
+    config_of,
+    default_impl,
+    full_options,
+    loss_inputs,
+    objective_options,
+    tensor,
+)
 from test_field_objective import EXTRAS
 from tolerance import as_array
 
@@ -51,7 +61,7 @@ def test_every_option_of_every_loss(loss_type: str, level: str, extra: str) -> N
     for mode in modes_of(level):
         ran = run_linear(problem, opt, mode=mode, chunk_rows=(None, 3, 7)[turn % 3])
         assert_expected(ran, want, mode)
-        assert ran.used == f"torch {mode}"
+        assert ran.used == f"{default_impl()} {mode}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -219,11 +229,11 @@ def test_it_is_the_loss_on_the_logits(loss_type: str, level: str) -> None:
 def test_auto_picks_the_mode_and_says_which() -> None:
     problem = make_problem(seed=17)
     token, sequence = full_options("grpo"), full_options("grpo", "sequence")
-    assert run_linear(problem, token).used == "torch fast"
-    assert run_linear(problem, sequence).used == "torch lean"
+    assert run_linear(problem, token).used == f"{default_impl()} fast"
+    assert run_linear(problem, sequence).used == f"{default_impl()} lean"
     nothing = {"hidden", "weight", "bias"}
-    assert run_linear(problem, token, frozen=nothing).used == "torch forward"
-    assert run_linear(problem, sequence, frozen=nothing).used == "torch forward"
+    assert run_linear(problem, token, frozen=nothing).used == f"{default_impl()} forward"
+    assert run_linear(problem, sequence, frozen=nothing).used == f"{default_impl()} forward"
 
 
 def test_num_live_tokens_changes_nothing() -> None:

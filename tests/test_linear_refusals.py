@@ -306,6 +306,7 @@ def test_rollout_logps_and_several_targets_are_not_built() -> None:
 @pytest.mark.parametrize("function", TOKEN_FUNCTIONS)
 def test_an_absent_implementation_says_why(function: str, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(gk.backends, "_cpp_missing", lambda: "not built")
     with pytest.raises(RuntimeError, match=f"^{function}: .*{impl}"):
         getattr(gk, function)(**good_call(function), impl=impl)
 

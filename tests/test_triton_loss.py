@@ -11,7 +11,17 @@ import oracle
 import pytest
 import torch
 from oracle import Options
-from support import DTYPES, LAYOUTS, LOSS_TYPES, assert_same_run, full_options, make_batch, objective_options, same_bits
+from support import (
+    DTYPES,
+    LAYOUTS,
+    LOSS_TYPES,
+    assert_same_run,
+    default_impl,
+    full_options,
+    make_batch,
+    objective_options,
+    same_bits,
+)
 from triton_support import assert_run_within_budget, run_on
 
 import grpo_kernels as gk
@@ -95,10 +105,10 @@ def test_sequence_level_takes_the_general_route(extra: str, loss_type: str) -> N
     assert_run_within_budget(got, batch, opt, dtype)
 
 
-def test_auto_on_the_cpu_stays_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_on_the_cpu_is_not_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(gk.backends.ENVIRONMENT, raising=False)
     gk.grpo_loss(torch.zeros(1, 1, 4), torch.zeros(1, 1, dtype=torch.long), advantages=torch.ones(1))
-    assert gk.backends.last_used() == "torch"
+    assert gk.backends.last_used() == default_impl() != "triton"
 
 
 # Rewards, normalised in the kernel

@@ -16,6 +16,7 @@ from torch import Tensor
 from .. import ops  # noqa: F401  (registers the ops)
 from ..config import GRPOLossConfig
 from ..ops.schema import NAMESPACE, last_used, record
+from . import cpp
 
 __all__ = [
     "last_used", "loss_op", "multiplies_into_wider", "one_kernel_op", "panel_rows", "reads_are_free", "record",
@@ -37,10 +38,7 @@ def report() -> dict[str, str]:
         reason = "available on CUDA, ROCm and XPU tensors (compiled and interpreted, not yet run on one)"
         if _interpreted():
             reason += ", interpreted on CPU tensors"
-    return {"triton": reason, "cpp": _CPP_MISSING, "torch": "available"}
-
-
-_CPP_MISSING: Final = "the C++ kernels are not built yet in this version"
+    return {"triton": reason, "cpp": _cpp_missing() or "available on CPU tensors", "torch": "available"}
 
 
 def _constant(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -66,6 +64,12 @@ def _look_for_triton() -> str | None:
     return None
 
 
+@_constant
+def _cpp_missing() -> str | None:
+    """Why the C++ kernels cannot run at all; None when they can. The first call loads them."""
+    return cpp.load()
+
+
 def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
@@ -75,7 +79,9 @@ def _unavailable(name: str, device: torch.device) -> str | None:
     if name == "torch":
         return None
     if name == "cpp":
-        return _CPP_MISSING
+        if device.type != "cpu":
+            return f"the C++ kernels are for CPU tensors, not for {device.type}"
+        return _cpp_missing()
     missing = _triton_missing()
     if missing is not None:
         return missing
@@ -117,6 +123,8 @@ def resolve(function: str, impl: str, device: torch.device) -> str:
         if reason is not None:
             raise RuntimeError(f"{function}: {source}={asked!r} is not available: {reason}. Use impl='torch'.")
         return asked
+    if device.type == "cpu" and _cpp_missing() is None:
+        return "cpp"
     if device.type not in _ACCELERATORS:
         return "torch"
     reason = _unavailable("triton", device)
@@ -136,6 +144,8 @@ def _warn_once(message: str) -> None:
 def row_op(kind: str, impl: str) -> Callable[..., Any]:
     """The op `row_stats`, `row_grad` or `row_grad_` of one implementation (ops/schema.py)."""
     stem, suffix = (kind[:-1], "_") if kind.endswith("_") else (kind, "")
+    if impl == "cpp" and not kind.startswith("row_grad") and not torch.compiler.is_compiling():
+        record(impl)  # the ops of other implementations do it themselves; these hold no Python
     op: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), f"{stem}_{impl}{suffix}")
     return op
 
@@ -162,7 +172,7 @@ def weigh_op(impl: str, device: torch.device, softcap: float | None) -> Callable
 
     On the CPU alone: what follows adds at the targets, which elsewhere takes atomics.
     """
-    if impl != "torch" or device.type != "cpu" or softcap is not None:
+    if impl not in ("torch", "cpp") or device.type != "cpu" or softcap is not None:
         return None
     return row_op("row_weights_", impl)
 

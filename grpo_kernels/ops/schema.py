@@ -74,6 +74,18 @@ def record(name: str) -> None:
     _last_used = name
 
 
+def declare(name: str) -> None:
+    """Define the row ops of an implementation whose kernels a shared library registers, with their fake kernels."""
+    for op, arguments, fake in (
+        (f"row_stats_{name}", _STATS, _fake_stats),
+        (f"row_weights_{name}_", _WEIGHTS, _fake_weights),
+        (f"row_grad_{name}", f"(Tensor logits, {_GRAD} -> Tensor", _fake_grad),
+        (f"row_grad_{name}_", f"(Tensor(a!) logits, {_GRAD} -> ()", _fake_nothing),
+        (f"row_grad_into_{name}", f"(Tensor logits, Tensor(a!) out, {_GRAD} -> ()", _fake_nothing),
+    ):
+        _define(op, arguments, None, fake)
+
+
 def implement(name: str, row_stats: Callable[..., Any], row_grad_into: Callable[..., None]) -> None:
     """Register one implementation as `row_stats_NAME`, `row_grad_NAME`, `row_grad_NAME_` and `row_grad_into_NAME`."""
 
@@ -97,9 +109,10 @@ def implement_weights(name: str, row_weights_: Callable[..., Any]) -> None:
     _define(f"row_weights_{name}_", _WEIGHTS, _recorded(name, row_weights_), _fake_weights)
 
 
-def _define(op: str, arguments: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def _define(op: str, arguments: str, kernel: Callable[..., Any] | None, fake: Callable[..., Any]) -> None:
     _library.define(op + arguments)
-    _library.impl(op, kernel, "CompositeExplicitAutograd")
+    if kernel is not None:
+        _library.impl(op, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{op}", fake, lib=_library)
 
 
