@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import warnings
 from typing import Any
 
@@ -65,6 +66,23 @@ def test_auto_on_the_cpu_is_cpp_if_built_even_where_triton_is_interpreted(
     monkeypatch.setattr(backends, "_cpp_missing", lambda: missing)
     assert backends.resolve("grpo_loss", "auto", torch.device("cpu")) == expected
     assert backends.resolve("grpo_loss", "auto", torch.device("meta")) == "torch"
+
+
+def test_without_the_extension_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(backends.ENVIRONMENT, raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(backends.cpp, "load", backends.cpp.load.__wrapped__)
+    assert "--no-build-isolation" in backends.report()["cpp"]
+    with pytest.raises(RuntimeError, match="the C\\+\\+ kernels were not built"):
+        gk.per_token_logps(LOGITS, IDS, impl="cpp")
+    gk.per_token_logps(LOGITS, IDS)
+    assert backends.last_used() == "torch"
+
+
+def test_the_extension_is_for_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_cpp_missing", lambda: None)
+    with pytest.raises(RuntimeError, match="impl='cpp' is not available: the C\\+\\+ kernels are for CPU tensors"):
+        backends.resolve("grpo_loss", "cpp", torch.device("cuda"))
 
 
 def test_without_triton_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
