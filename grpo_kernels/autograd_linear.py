@@ -7,6 +7,7 @@ written once. Only rows that can matter meet a matrix.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from . import backends, objective
 from .autograd import detached_outputs, once_differentiable
+from .compiling import outside_compile
 from .config import GRPOLossConfig
 from .head import Head
 from .inputs import LossCall, TokenData, live_rows, temperature_tensor, token_inputs
@@ -37,9 +39,9 @@ class LinearCall(NamedTuple):
     loss: LossCall = LossCall()
 
 
-def _quiet(device: torch.device) -> torch.autocast:
+def _quiet(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """What follows chooses its own dtypes."""
-    return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 class LinearPerTokenLogpsFunction(torch.autograd.Function):
@@ -56,14 +58,15 @@ class LinearPerTokenLogpsFunction(torch.autograd.Function):
         heat = temperature_tensor(config, temperature, head.sums, hidden.device)
         rows = flat_rows(torch.where(live, targets, DEAD), heat, config, call.impl)
         with _quiet(hidden.device):
-            logps, entropy, lse, *stats = all_stats(head, order_of(live, None, call.num_live_tokens), rows)
+            logps, entropy, lse, *stats = all_stats(
+                head, order_of(live, None, call.num_live_tokens), rows, targets.shape
+            )
         backends.record(f"{call.impl} {call.mode}")
         if call.mode != "forward":
-            _save_for_lean(ctx, head, call, rows, entropy, *stats)
-        logps, lse = logps.view(targets.shape), lse.view(targets.shape)
+            _save_for_lean(ctx, head, call, rows, *(t.view(-1) for t in (entropy, *stats)))
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
-        return logps, entropy.view(targets.shape) if config.needs_entropy else None, lse
+        return logps, entropy if config.needs_entropy else None, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -88,6 +91,7 @@ class LinearGRPOLossFunction(torch.autograd.Function):
     """
 
     @classmethod
+    @outside_compile
     def apply(cls, *arguments: Any) -> Any:
         """Run it; whether anything will be differentiated is known out here alone."""
         bundled = len(arguments) > 9
@@ -120,7 +124,7 @@ class LinearGRPOLossFunction(torch.autograd.Function):
                 logps, entropy, terms, kept = _fast(head, rows, given, call, ctx.needs_input_grad[:3])
             else:
                 order = order_of(*_wanted(given, rows, call), call.num_live_tokens)
-                logps, entropy, _, *kept_stats = all_stats(head, order, rows)
+                logps, entropy, _, *kept_stats = all_stats(head, order, rows, shape)
                 terms = None
         backends.record(f"{call.impl} {call.mode}")
         entropies = entropy.view(shape) if config.needs_entropy else None
@@ -135,7 +139,8 @@ class LinearGRPOLossFunction(torch.autograd.Function):
             ctx.save_for_backward(hidden, weight, bias, *kept)
         elif call.mode == "lean":
             relative = None if result.entropy_scale is None else result.entropy_scale / result.scale
-            _save_for_lean(ctx, head, call, rows, entropy, *kept_stats, result.coef, result.scale, relative)
+            saved = (t.view(-1) for t in (entropy, *kept_stats))
+            _save_for_lean(ctx, head, call, rows, *saved, result.coef, result.scale, relative)
         detached = detached_outputs(config, tokens, result)
         differentiable = any(ctx.needs_input_grad[:3])
         fixed = () if differentiable else (result.loss,)
@@ -171,9 +176,10 @@ def _fast(
 ) -> tuple[Tensor, Tensor, objective.TokenTerms, tuple[Tensor | None, ...]]:
     """log-probs, entropies and terms of all rows, and what backward needs of the gradients: see `_Sums.stored`.
 
-    1 / Z is in the coefficients where the products are float32. Where they are 16-bit it would cost digits there: it
-    joins the float32 sums. The gradient of the hidden states is rounded here already, so it has 1 / Z in it, and in
-    float16 each row is kept times a power of 2 of its own.
+    1 / Z is in the coefficients where the gradient of the logits is float32. Where it is 16-bit it would cost digits
+    there: it joins the float32 sums, and the coefficients are taken times a power of 2 that leaves float16 room at both
+    ends. The gradient of the hidden states is rounded here already, so it has 1 / Z in it, and in float16 each row is
+    kept times a power of 2 of its own.
     """
     config, shape = rows.config, given.targets.shape
     lengths = given.layout.sum(given.live.to(head.sums))
@@ -187,12 +193,17 @@ def _fast(
     zeros = [torch.zeros(len(rows.targets), dtype=head.sums, device=scale.device) for _ in range(6)]
     ones = torch.ones_like(zeros[0])
     logps, entropy, outputs = zeros[0], zeros[1], [ones, *zeros[2:]]
-    early = head.product == head.sums
-    if early:
+    late_scale = None
+    if head.grad_dtype == head.sums:
         weights = weights * scale
-    elif entropy_scale is not None:
-        entropy_scale = entropy_scale / scale
-    sums = _Sums(head, needs, None if early else scale)
+    else:
+        by = weights * (flat[0].abs() + abs(config.beta))  # type: ignore[union-attr]
+        by = by * (config.logit_scale / rows.temperature)
+        entropy_scale = None if entropy_scale is None else entropy_scale / scale
+        lift = _lift(by if entropy_scale is None else by + entropy_scale.abs(), 8)
+        weights, late_scale = weights * lift, scale / lift
+        entropy_scale = None if entropy_scale is None else entropy_scale * lift
+    sums = _Sums(head, needs, late_scale)
     done = 0
     for chunk in chunks(head, order, rows, weigh):
         index = chunk.positions
@@ -206,7 +217,9 @@ def _fast(
             entropy[index] = own
         for output, values in zip(outputs, terms, strict=True):
             output[index] = values.to(output.dtype)
-        wanted = max(0, min(len(index), order.wanted - done))
+        # where looking is free it is not the advantage but the coefficient that decides: that of a NaN is NaN
+        free = backends.reads_are_free(index.device)
+        wanted = len(index) if free else max(0, min(len(index), order.wanted - done))
         done += len(index)
         if wanted and any(needs):
             coef = torch.where(live, weights[index] * (terms.slope + terms.own_slope), 0.0)[:wanted]
@@ -214,6 +227,14 @@ def _fast(
             sums.add(chunk_gradient(head, chunk, rows, weigh, coef, of_entropy))
     terms = objective.TokenTerms(*(t.view(shape) for t in outputs))
     return logps, entropy, terms, sums.stored()
+
+
+def _lift(values: Tensor, exponent: int) -> Tensor:
+    """The power of 2 that brings the largest value to about 2^exponent, 0-d; 1 if there is none, or no number."""
+    largest = values.abs().amax() if values.numel() else values.new_zeros(())
+    _, own = torch.frexp(largest)
+    power = torch.ldexp(torch.ones_like(largest), (exponent - own).clamp(-100, 100))
+    return torch.where(torch.isfinite(largest) & (largest > 0), power, 1.0)
 
 
 class _Sums:
@@ -290,7 +311,9 @@ def _times(stored: Tensor, factor: Tensor, keep: bool) -> Tensor:
     """stored * factor, over it unless the next backward under retain_graph needs it."""
     if backends.reads_are_free(factor.device) and factor.ndim == 0 and factor.item() == 1.0:
         return stored.clone() if keep else stored
-    return stored * factor if keep else stored.mul_(factor)
+    nothing = stored == 0 if not backends.reads_are_free(factor.device) or not factor.isfinite().all() else None
+    scaled = stored * factor if keep else stored.mul_(factor)
+    return scaled if nothing is None else scaled.masked_fill_(nothing, 0.0)  # 0 * inf
 
 
 def _graph_is_kept() -> bool:
@@ -321,5 +344,10 @@ def _lean_gradients(
         per_row = [entropy[index] if entropy.numel() else entropy, *(t[index] for t in stats), of_logps[index]]
         per_row.append(None if of_entropy is None else of_entropy[index])
         rows = Rows(targets, heat, ctx.config, call.impl)
+        if head.grad_dtype != head.sums:
+            largest = per_row[4] if of_entropy is None else per_row[4].abs() + per_row[5].abs()
+            lift = _lift(largest * (ctx.config.logit_scale / rows.of(index)[1]), 9)
+            per_row[4:] = [None if g is None else g * lift for g in per_row[4:]]
+            factor = 1.0 / lift if factor is None else factor / lift
         grads = recomputed_gradients(head, order, rows, per_row, ctx.needs_input_grad[:3], factor)
     return [once_differentiable(grad, hidden, weight, bias, *upstream) for grad in grads]

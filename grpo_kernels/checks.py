@@ -46,6 +46,8 @@ def check_tensor(function: str, argument: str, value: object, dtypes: Sequence[t
     if _is_dtensor(value):
         advice = "Pass full_tensor() of it, or to_local() where each rank holds whole rows."
         raise TypeError(complain(function, argument, "must be a plain tensor", "a DTensor", advice))
+    if value.layout != torch.strided:
+        raise TypeError(complain(function, argument, "must be dense", value.layout, "Call .to_dense() on it."))
     if value.dtype not in dtypes:
         raise TypeError(complain(function, argument, f"must hold {kinds}", value.dtype, "Convert it."))
     return value

@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
-
 import torch
 from torch import Tensor
 
 from . import backends, checks
 from .arguments import check_loss_arguments, check_temperature, refuse_unbuilt
 from .autograd_linear import LinearCall, LinearGRPOLossFunction, LinearPerTokenLogpsFunction
+from .compiling import outside_compile
 from .config import GRPOLossConfig
 from .inputs import live_rows
 from .outputs import GRPOLossOutput, LogpsOutput
 
 _DEFAULT_CONFIG = GRPOLossConfig()
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 
-def _outside_compile(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """torch.compiler.disable, whose import costs a second, on the first compiled call."""
-
-    @functools.wraps(function)
-    def run(*arguments: _P.args, **options: _P.kwargs) -> _R:
-        if not torch.compiler.is_compiling():
-            return function(*arguments, **options)
-        eager: Callable[_P, _R] = torch.compiler.disable(function)
-        return eager(*arguments, **options)
-
-    return run
-
-
-@_outside_compile
+@outside_compile
 def linear_per_token_logps(
     hidden: Tensor,
     weight: Tensor,
@@ -117,7 +99,7 @@ def linear_per_token_logps(
     )
 
 
-@_outside_compile
+@outside_compile
 def linear_grpo_loss(
     hidden: Tensor,
     weight: Tensor,

@@ -42,7 +42,8 @@ class Head:
         device = hidden.device
         if operand is None:
             operand = torch.promote_types(hidden.dtype, weight.dtype)
-            if torch.is_autocast_enabled(device.type) and operand != torch.float64:
+            on_device = device.type != "meta"  # which autocast does not know
+            if on_device and torch.is_autocast_enabled(device.type) and operand != torch.float64:
                 operand = torch.get_autocast_dtype(device.type)  # what the head itself would compute in
         self.operand = operand
         self.sums = torch.float64 if operand == torch.float64 else torch.float32
@@ -130,7 +131,10 @@ class Head:
         """out = rows @ weight.T + bias[part]."""
         if weight.dtype != self._forward:  # widened for a gradient; exact
             rows, weight = rows.to(self._forward), weight.to(self._forward)
-        bias = None if self.bias is None else self._ready(self.bias[part], out.dtype)
+        bias = None
+        if self.bias is not None:
+            rounded = self.operand.itemsize < torch.promote_types(self.hidden.dtype, self.weight.dtype).itemsize
+            bias = self._ready(self.bias[part], out.dtype) if rounded else self.bias[part].to(out.dtype)
         if bias is not None and out.dtype == weight.dtype:
             torch.addmm(bias, rows, weight.t(), out=out)
             return
@@ -164,10 +168,16 @@ class Head:
         step = width if grad.dtype == dtype else max(_NARROW, width // 16)
         return (slice(start, min(start + step, width)) for start in range(0, width, step))
 
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Of the gradient of the logits."""
+        return self.logits_dtype if self.in_place else self.product
+
     def tiles(self, rows: int, gathered: bool) -> tuple[int, int]:
         """Rows and columns of a tile of logits in a recomputing backward: all rows if that leaves enough columns.
 
-        Gathered rows are copies, which count too.
+        Gathered rows are copies, which count too. A slice of a 16-bit weight's gradient, summed in float32, is no
+        larger than a tile may be.
         """
         element = self.logits_dtype.itemsize + (0 if self.in_place else self.operand.itemsize)
         budget, height = self.sizes.budget, rows
@@ -177,6 +187,9 @@ class Head:
             budget -= min(budget // 2, height * per_row)
         elements = max(1, budget // element)
         width = min(self.vocabulary, max(1, elements // max(1, height)))
+        if self.weight.dtype != self.sums:
+            eighth = max(_NARROW, -(-self.vocabulary // 8))
+            width = min(width, eighth, max(1, self.sizes.budget // (self.weight.shape[1] * self.sums.itemsize)))
         if width < min(_NARROW, self.vocabulary):
             width = min(_NARROW, self.vocabulary, elements)
             height = max(1, min(height, elements // width))

@@ -54,11 +54,16 @@ class _Recomputation:
     def _sweep(self, factor: Tensor | None) -> None:
         head, count = self.head, len(self.order.positions)
         height, width = head.tiles(count, gathered=self.shared is None)
+        narrow = self.weight is not None and self.weight.dtype != head.sums
+        summed = self.targets.new_empty(width, head.weight.shape[1], dtype=head.sums) if narrow else None
         slab = torch.empty(min(height, count) * width, dtype=head.logits_dtype, device=self.targets.device)
         for part, weight in head.columns(width):
             inside = (self.targets >= part.start) & (self.targets < part.stop)
             local = torch.where(inside, self.targets - part.start, ELSEWHERE)
-            of_slice = self._weight_slice(part)
+            # a slice of the weight's gradient is summed in the result itself, if that is wide enough
+            of_slice = None if self.weight is None else self.weight[part]
+            if summed is not None:
+                of_slice = summed[: weight.shape[0]]
             for tile in _tiles(count, height):
                 hidden = self._hidden_rows(tile)
                 logits = slab[: hidden.shape[0] * weight.shape[0]].view(hidden.shape[0], -1)
@@ -75,15 +80,8 @@ class _Recomputation:
             if self.weight is not None and of_slice is not None:
                 if factor is not None:
                     of_slice.mul_(factor)
-                if of_slice.dtype != self.weight.dtype:
+                if summed is not None:
                     self.weight[part] = of_slice
-
-    def _weight_slice(self, part: slice) -> Tensor | None:
-        """Where a slice of the weight's gradient is summed: in the result itself, if that is wide enough."""
-        if self.weight is None:
-            return None
-        own = self.weight[part]
-        return own if own.dtype == self.head.sums else torch.empty(own.shape, dtype=self.head.sums, device=own.device)
 
     def _hidden_rows(self, tile: slice) -> Tensor:
         if self.shared is not None:
@@ -98,7 +96,7 @@ class _Recomputation:
         if self.hidden is None:
             return None
         if factor is not None:
-            self.hidden.mul_(factor)
+            self.hidden[: len(self.order.positions)].mul_(factor)  # the others are 0, whatever the factor
         shape, dtype = self.head.hidden.shape, self.head.hidden.dtype
         if self.everything or self.in_result:
             if not self.everything:

@@ -118,13 +118,13 @@ def _stats_beside(head: Head, rows: Rows, logits: Tensor, targets: Tensor, heat:
     return tuple(torch.cat(values) for values in zip(*parts, strict=True))
 
 
-def all_stats(head: Head, order: Order, rows: Rows) -> list[Tensor]:
-    """The six statistics of every row, `[N]` each; 0 at rows that are not computed, an empty entropy if not asked."""
-    outputs = [torch.zeros(rows.targets.shape, dtype=head.sums, device=rows.targets.device) for _ in range(6)]
+def all_stats(head: Head, order: Order, rows: Rows, shape: torch.Size) -> list[Tensor]:
+    """The six statistics of every row, in this shape; 0 where none was computed, an empty entropy if not asked."""
+    outputs = [torch.zeros(shape, dtype=head.sums, device=rows.targets.device) for _ in range(6)]
     for chunk in chunks(head, order, rows, weigh_op(head, rows)):
         for output, values in zip(outputs, chunk.stats, strict=True):
             if values.numel():
-                output[chunk.positions] = values
+                output.view(-1)[chunk.positions] = values
     if not rows.config.needs_entropy:
         outputs[1] = outputs[1].new_empty(0)
     return outputs

@@ -83,7 +83,7 @@ def row_stats(
     outputs = torch.zeros((6, targets.numel()), dtype=dtype, device=logits.device)
     for rows, index, count, _ in _chunks(logits, targets, targets.reshape(-1) >= 0, temperature, logit_scale, softcap):
         outputs[:, index] = _chunk_stats(rows, dtype, entropy)[:, :count]
-    shaped = [row.clone().view(targets.shape) for row in outputs.unbind()]  # outputs of an op may not share storage
+    shaped = [row.view(targets.shape).clone() for row in outputs.unbind()]  # outputs of an op may not share storage
     if not entropy:
         shaped[1] = outputs.new_empty(0)
     return tuple(shaped)
