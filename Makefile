@@ -32,6 +32,7 @@ test: $(INSTALLED)  ## run the tests, two at a time; ARGS="-k name" passes optio
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
 SANITIZED := build/sanitized
 sanitize: $(INSTALLED)  ## the tests of the C++ kernels under the address and undefined-behaviour sanitizers
+	@command -v g++ > /dev/null || { echo "make sanitize: needs g++"; exit 1; }
 	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)
 	cp -r setup.py pyproject.toml README.md LICENSE csrc grpo_kernels tests $(SANITIZED)
 	cd $(SANITIZED) && CFLAGS="$(SANITIZE)" LDFLAGS="$(SANITIZE)" GRPO_KERNELS_BUILD_CPP=1 \
