@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import backends, checks
-from .arguments import check_loss_arguments, check_temperature, refuse_unbuilt
+from .arguments import check_loss_arguments, check_temperature, refuse_unbuilt, row_config
 from .autograd import GRPOLossFunction, PerTokenLogpsFunction
 from .config import GRPOLossConfig
 from .inputs import RowCall, live_rows
@@ -62,12 +62,7 @@ def per_token_logps(
     logits, targets = checks.check_logits(name, logits, "targets", targets)
     mask = checks.check_mask(name, "mask", mask, "targets", targets)
     checks.check_device(name, "logits", logits.device, {"mask": mask})
-    checks.check_flag(name, "entropy", entropy)
-    config = GRPOLossConfig(
-        softcap=None if softcap is None else checks.check_positive(name, "softcap", softcap),
-        logit_scale=checks.check_positive(name, "logit_scale", logit_scale),
-        entropy=entropy,
-    )
+    config = row_config(name, softcap, logit_scale, entropy)
     checks.check_ids_below(name, "targets", targets, mask, logits.shape[-1])
     live = live_rows(targets, mask, logits.shape[-1])
     heat = check_temperature(name, "logits", temperature, stats_dtype(logits), targets, None, live)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import backends, checks
-from .arguments import check_loss_arguments, check_temperature, refuse_unbuilt
+from .arguments import check_loss_arguments, check_temperature, refuse_unbuilt, row_config
 from .autograd_linear import LinearCall, LinearGRPOLossFunction, LinearPerTokenLogpsFunction
 from .compiling import outside_compile
 from .config import GRPOLossConfig
@@ -75,12 +75,7 @@ def linear_per_token_logps(
     hidden, weight, targets = checks.check_hidden(name, hidden, weight, bias, "targets", targets)
     mask = checks.check_mask(name, "mask", mask, "targets", targets)
     checks.check_device(name, "hidden", hidden.device, {"mask": mask})
-    checks.check_flag(name, "entropy", entropy)
-    config = GRPOLossConfig(
-        softcap=None if softcap is None else checks.check_positive(name, "softcap", softcap),
-        logit_scale=checks.check_positive(name, "logit_scale", logit_scale),
-        entropy=entropy,
-    )
+    config = row_config(name, softcap, logit_scale, entropy)
     _check_how(name, mode, chunk_bytes, logits_dtype)
     if mode == "fast":
         advice = "Use mode='lean', or linear_grpo_loss."
