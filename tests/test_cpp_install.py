@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import zipfile
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
@@ -110,13 +111,8 @@ def test_importing_loads_no_library(tmp_path: Path) -> None:
 
 
 def test_a_library_of_something_else_is_reported_not_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = tmp_path / "_cpp.abi3.so"
-    wrong.write_bytes(b"not a library")
-
-    class Found:
-        origin = str(wrong)
-
-    monkeypatch.setattr(cpp.importlib.util, "find_spec", lambda name: Found)
+    (tmp_path / f"_cpp{EXTENSION_SUFFIXES[0]}").write_bytes(b"not a library")
+    monkeypatch.setattr(cpp, "PACKAGE", tmp_path)
     assert "cannot be loaded" in (cpp.load.__wrapped__() or "")
 
 

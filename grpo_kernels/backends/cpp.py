@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Final
 
 import torch
 
 from ..ops import schema
 
-EXTENSION = "grpo_kernels._cpp"
+# beside this package and nowhere else: an import hook would find that of another installation
+PACKAGE: Final = Path(__file__).parents[1]
 
 
 @functools.lru_cache
 def load() -> str | None:
     """Load the extension if there is one; why there is none, or why it cannot be loaded, else None."""
-    found = importlib.util.find_spec(EXTENSION)
-    if found is None or found.origin is None:
+    found = next(filter(Path.exists, (PACKAGE / f"_cpp{suffix}" for suffix in EXTENSION_SUFFIXES)), None)
+    if found is None:
         return (
             "the C++ kernels were not built: this is the pure wheel, made without torch or a compiler at hand "
             "(pip install --no-build-isolation builds them, GRPO_KERNELS_BUILD_CPP=1 insists)"
         )
     try:
-        torch.ops.load_library(found.origin)
+        torch.ops.load_library(str(found))
     except OSError as error:  # another torch, another platform
         return f"the C++ kernels cannot be loaded: {error}"
     schema.declare("cpp")
