@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,9 +69,9 @@ def test_auto_on_the_cpu_is_cpp_if_built_even_where_triton_is_interpreted(
     assert backends.resolve("grpo_loss", "auto", torch.device("meta")) == "torch"
 
 
-def test_without_the_extension_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extension_the_reason_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(backends.ENVIRONMENT, raising=False)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(backends.cpp, "PACKAGE", tmp_path)
     monkeypatch.setattr(backends.cpp, "load", backends.cpp.load.__wrapped__)
     assert "--no-build-isolation" in backends.report()["cpp"]
     with pytest.raises(RuntimeError, match="the C\\+\\+ kernels were not built"):
