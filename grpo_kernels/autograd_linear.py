@@ -18,11 +18,12 @@ from . import backends, objective
 from .autograd import detached_outputs, once_differentiable
 from .compiling import outside_compile
 from .config import GRPOLossConfig
+from .gradient_sums import Sums, lift_of
 from .head import Head
 from .inputs import LossCall, TokenData, live_rows, temperature_tensor, token_inputs
 from .ops.schema import DEAD
 from .recompute import recomputed_gradients
-from .slabs import Gradient, Rows, all_stats, chunk_gradient, chunks, flat_rows, order_of, weigh_op
+from .slabs import Rows, all_stats, chunk_gradient, chunks, flat_rows, order_of, weigh_op
 
 
 class LinearCall(NamedTuple):
@@ -174,7 +175,7 @@ def _wanted(given: TokenData, rows: Rows, call: LinearCall) -> tuple[Tensor, Ten
 def _fast(
     head: Head, rows: Rows, given: TokenData, call: LinearCall, needs: tuple[bool, ...]
 ) -> tuple[Tensor, Tensor, objective.TokenTerms, tuple[Tensor | None, ...]]:
-    """log-probs, entropies and terms of all rows, and what backward needs of the gradients: see `_Sums.stored`.
+    """log-probs, entropies and terms of all rows, and what backward needs of the gradients: see `Sums.stored`.
 
     1 / Z is in the coefficients where the gradient of the logits is float32. Where it is 16-bit it would cost digits
     there: it joins the float32 sums, and the coefficients are taken times a power of 2 that leaves float16 room at both
@@ -200,10 +201,10 @@ def _fast(
         by = weights * (flat[0].abs() + abs(config.beta))  # type: ignore[union-attr]
         by = by * (config.logit_scale / rows.temperature)
         entropy_scale = None if entropy_scale is None else entropy_scale / scale
-        lift = _lift(by if entropy_scale is None else by + entropy_scale.abs(), 8)
+        lift = lift_of(by if entropy_scale is None else by + entropy_scale.abs(), 8)
         weights, late_scale = weights * lift, scale / lift
         entropy_scale = None if entropy_scale is None else entropy_scale * lift
-    sums = _Sums(head, needs, late_scale)
+    sums = Sums(head, needs, late_scale)
     done = 0
     for chunk in chunks(head, order, rows, weigh):
         index = chunk.positions
@@ -227,66 +228,6 @@ def _fast(
             sums.add(chunk_gradient(head, chunk, rows, weigh, coef, of_entropy))
     terms = objective.TokenTerms(*(t.view(shape) for t in outputs))
     return logps, entropy, terms, sums.stored()
-
-
-def _lift(values: Tensor, exponent: int) -> Tensor:
-    """The power of 2 that brings the largest value to about 2^exponent, 0-d; 1 if there is none, or no number."""
-    largest = values.abs().amax() if values.numel() else values.new_zeros(())
-    _, own = torch.frexp(largest)
-    power = torch.ldexp(torch.ones_like(largest), (exponent - own).clamp(-100, 100))
-    return torch.where(torch.isfinite(largest) & (largest > 0), power, 1.0)
-
-
-class _Sums:
-    """The gradients that are wanted, over chunks."""
-
-    def __init__(self, head: Head, needs: tuple[bool, ...], late_scale: Tensor | None) -> None:
-        self._head, self._scale = head, late_scale
-        device = head.hidden.device
-        rows = head.hidden.shape[:-1].numel()
-        half = needs[0] and head.hidden.dtype == torch.float16
-        self.unit = torch.ones(rows, dtype=head.sums, device=device) if half else None  # what 1 in a row stands for
-        self.hidden = torch.zeros(head.hidden.shape, dtype=head.hidden.dtype, device=device) if needs[0] else None
-        self.weight = torch.empty(head.weight.shape, dtype=head.sums, device=device) if needs[1] else None
-        self.bias = torch.zeros(head.vocabulary, dtype=head.sums, device=device) if needs[2] else None
-        self._first = True
-
-    def stored(self) -> tuple[Tensor | None, ...]:
-        """1 / Z if the sums lack it, what 1 in a row of the hidden states' gradient stands for, and the gradients."""
-        if self.weight is not None and self._first:
-            self.weight.zero_()
-        return self._scale, self.unit, self.hidden, self.weight, self.bias
-
-    def add(self, grad: Gradient) -> None:
-        """One chunk's."""
-        if self.hidden is not None:
-            self._add_hidden(self.hidden, grad)
-        rows = grad.hidden if grad.factor is None else grad.hidden * grad.factor.unsqueeze(1)
-        if self.weight is not None:
-            self._head.add_weight_grad(self.weight, grad.logits, rows, first=self._first)
-            self._first = False
-            if grad.target_grad is not None:
-                self.weight.index_add_(0, grad.targets, grad.hidden * grad.target_grad.unsqueeze(1))
-        if self.bias is not None:
-            logits = grad.logits
-            if grad.factor is not None and grad.target_grad is not None:  # last of all, so over them
-                logits.mul_(grad.factor.unsqueeze(1))
-                self.bias.index_add_(0, grad.targets, grad.target_grad)
-            self.bias += logits.sum(0, dtype=self.bias.dtype)
-
-    def _add_hidden(self, hidden: Tensor, grad: Gradient) -> None:
-        own = self._head.hidden_grad(grad.logits)
-        if grad.factor is not None and grad.target_grad is not None:
-            own.mul_(grad.factor.unsqueeze(1))
-            own.addcmul_(self._head.of_targets(grad.targets), grad.target_grad.unsqueeze(1))
-        if self._scale is not None:
-            own.mul_(self._scale)
-        if self.unit is not None:
-            _, exponent = torch.frexp(own.abs().amax(1))
-            unit = torch.ldexp(torch.ones_like(own[:, 0]), (exponent - 14).clamp(min=-100))
-            self.unit[grad.positions] = unit
-            own.div_(unit.unsqueeze(1))
-        hidden.view(-1, own.shape[1]).index_copy_(0, grad.positions, own.to(hidden.dtype))
 
 
 def _stored_gradients(ctx: Any, upstream: Tensor) -> list[Tensor | None]:
@@ -346,7 +287,7 @@ def _lean_gradients(
         rows = Rows(targets, heat, ctx.config, call.impl)
         if head.grad_dtype != head.sums:
             largest = per_row[4] if of_entropy is None else per_row[4].abs() + per_row[5].abs()
-            lift = _lift(largest * (ctx.config.logit_scale / rows.of(index)[1]), 9)
+            lift = lift_of(largest * (ctx.config.logit_scale / rows.of(index)[1]), 9)
             per_row[4:] = [None if g is None else g * lift for g in per_row[4:]]
             factor = 1.0 / lift if factor is None else factor / lift
         grads = recomputed_gradients(head, order, rows, per_row, ctx.needs_input_grad[:3], factor)
