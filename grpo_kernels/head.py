@@ -108,9 +108,7 @@ class Head:
         step = self.vocabulary if most is None else most
         converted = self.weight.dtype != dtype or self.operand != dtype
         if converted:
-            per_column = self.weight.shape[1] * dtype.itemsize
-            eighth = max(_NARROW, -(-self.vocabulary // 8))
-            step = max(1, min(step, eighth, self.sizes.budget // per_column))
+            step = min(step, self._most_columns(dtype))
             buffer = self.weight.new_empty(min(step, self.vocabulary), self.weight.shape[1], dtype=dtype)
         for start in range(0, self.vocabulary, step):
             part = slice(start, min(start + step, self.vocabulary))
@@ -118,6 +116,11 @@ class Head:
             if converted:
                 weight = buffer[: weight.shape[0]].copy_(weight.to(self.operand))
             yield part, weight
+
+    def _most_columns(self, dtype: torch.dtype) -> int:
+        """Of a slice of the weight, or of its gradient, in a dtype of its own: within the budget, never most of it."""
+        eighth = max(_NARROW, -(-self.vocabulary // 8))
+        return max(1, min(eighth, self.sizes.budget // (self.weight.shape[1] * dtype.itemsize)))
 
     def logits_(self, rows: Tensor, slab: Tensor) -> None:
         """slab = rows @ weight.T + bias, `[R, H] -> [R, V]`, R a multiple of the panel's height."""
@@ -188,8 +191,7 @@ class Head:
         elements = max(1, budget // element)
         width = min(self.vocabulary, max(1, elements // max(1, height)))
         if self.weight.dtype != self.sums:
-            eighth = max(_NARROW, -(-self.vocabulary // 8))
-            width = min(width, eighth, max(1, self.sizes.budget // (self.weight.shape[1] * self.sums.itemsize)))
+            width = min(width, self._most_columns(self.sums))
         if width < min(_NARROW, self.vocabulary):
             width = min(_NARROW, self.vocabulary, elements)
             height = max(1, min(height, elements // width))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .head import Head
 from .ops.schema import ELSEWHERE
-from .slabs import Order, Rows, logits_gradient
+from .slabs import Order, Rows, few_rows, logits_gradient
 
 
 def recomputed_gradients(
@@ -113,7 +113,7 @@ def _tiles(count: int, height: int) -> Iterator[slice]:
 
 def _move_down(rows: Tensor, index: Tensor) -> None:
     """The first len(index) rows to their places, ascending, from the last: each goes no further up. 0 elsewhere."""
-    step = max(1, (1 << 18) // max(1, rows.shape[1]))
+    step = few_rows(rows)
     for start in reversed(range(0, len(index), step)):
         part = slice(start, min(start + step, len(index)))
         moved = rows[part].clone()

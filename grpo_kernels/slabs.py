@@ -17,6 +17,11 @@ _FEW = 1 << 18  # elements of a copy on the way
 Weigh = Callable[..., Any] | None
 
 
+def few_rows(matrix: Tensor) -> int:
+    """How many rows of a matrix may be copied on the way."""
+    return max(1, _FEW // matrix.shape[1])
+
+
 class Rows(NamedTuple):
     """What the row ops take besides logits: targets `[N]`, the temperature `[N]` or 0-d, the config, the backend."""
 
@@ -107,7 +112,7 @@ def _stats_beside(head: Head, rows: Rows, logits: Tensor, targets: Tensor, heat:
         options = (config.logit_scale, config.softcap, config.needs_entropy)
         stats: tuple[Tensor, ...] = backends.row_op("row_stats", rows.impl)(logits, targets, heat, *options)
         return stats
-    step = max(1, _FEW // logits.shape[1])
+    step = few_rows(logits)
     parts = [
         weigh(
             logits[part].clone(), targets[part], heat if heat.ndim == 0 else heat[part], config.logit_scale,
@@ -190,7 +195,7 @@ def _rows_of_chunk(chunk: Chunk, kept: Tensor | slice) -> Chunk:
 
 def _move_up(logits: Tensor, kept: Tensor) -> None:
     """Rows `kept`, ascending, to the top, a few at a time: each comes from below where it goes."""
-    step = max(1, _FEW // logits.shape[1])
+    step = few_rows(logits)
     for start in range(0, len(kept), step):
         part = kept[start : start + step]
         logits[start : start + len(part)] = logits.index_select(0, part)
