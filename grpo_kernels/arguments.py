@@ -148,9 +148,12 @@ def _check_source(
 
 def check_temperature(
     function: str, anchor: str, temperature: object, dtype: torch.dtype, ids: Tensor, cu_seqlens: Tensor | None,
-    live: Tensor,
+    live: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """The temperature as a tensor; what it holds at a dead token, or for a dead sequence, is never used."""
+    """The temperature as a tensor; what it holds at a dead token, or for a dead sequence, is never used.
+
+    `live` is needed for a tensor.
+    """
     layout = None if ids.ndim == 1 and cu_seqlens is None else make_layout(ids.shape, cu_seqlens)
     value = checks.check_temperature(function, temperature, ids, 1 if layout is None else layout.num_sequences)
     if not isinstance(value, Tensor):
@@ -162,9 +165,9 @@ def check_temperature(
         value = value.reshape(())
     if value.ndim == 0:
         value = value.clone()  # one made in inference mode could not be saved for backward
-    elif value.shape == ids.shape:
+    elif live is not None and value.shape == ids.shape:
         value = torch.where(live, value, 1.0)
-    elif value.ndim == 2 and layout is not None:
+    elif live is not None and value.ndim == 2 and layout is not None:
         value = torch.where(layout.sum(live.to(value.dtype)).unsqueeze(1) > 0, value, 1.0)
     checks.check_temperature_values(function, value)
     return value

@@ -17,6 +17,8 @@ class RowCall(NamedTuple):
 
     impl: str = "auto"
     inplace: bool = False
+    all_live: bool = False
+    """Every row is known to count."""
 
 
 class LossCall(NamedTuple):

@@ -19,8 +19,8 @@ from ..ops.schema import NAMESPACE, last_used, record
 from . import cpp
 
 __all__ = [
-    "last_used", "loss_op", "multiplies_into_wider", "one_kernel_op", "panel_rows", "reads_are_free", "record",
-    "report", "resolve", "row_op", "slab_bytes", "slab_rows", "weigh_op",
+    "last_used", "loss_op", "multiplies_into_wider", "normalises_rewards", "one_kernel_op", "panel_rows",
+    "reads_are_free", "record", "report", "resolve", "row_op", "slab_bytes", "slab_rows", "weigh_op",
 ]  # fmt: skip
 
 _P = ParamSpec("_P")
@@ -28,6 +28,9 @@ _R = TypeVar("_R")
 ENVIRONMENT: Final = "GRPO_KERNELS_BACKEND"
 _IMPLS: Final = ("auto", "triton", "cpp", "torch")
 _ACCELERATORS: Final = ("cuda", "xpu")
+_RECORDED: Final = {
+    "row_stats": "cpp", "row_weights_": "cpp", "loss_stats": "cpp one-pass", "loss_grad_": "cpp one-kernel",
+}  # fmt: skip
 _warned: set[str] = set()
 
 
@@ -144,17 +147,22 @@ def _warn_once(message: str) -> None:
 def row_op(kind: str, impl: str) -> Callable[..., Any]:
     """The op `row_stats`, `row_grad` or `row_grad_` of one implementation (ops/schema.py)."""
     stem, suffix = (kind[:-1], "_") if kind.endswith("_") else (kind, "")
-    if impl == "cpp" and not kind.startswith("row_grad") and not torch.compiler.is_compiling():
-        record(impl)  # the ops of other implementations do it themselves; these hold no Python
+    if impl == "cpp" and kind in _RECORDED and not torch.compiler.is_compiling():
+        record(_RECORDED[kind])  # the ops of other implementations do it themselves; these hold no Python
     op: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), f"{stem}_{impl}{suffix}")
     return op
 
 
 def loss_op(config: GRPOLossConfig, impl: str) -> Callable[..., Any] | None:
     """The op that makes statistics and token terms in one pass, if one claims this config; None: the general route."""
-    if impl != "triton" or config.importance_sampling_level != "token":
+    if impl not in ("triton", "cpp") or config.importance_sampling_level != "token":
         return None
     return row_op("loss_stats", impl)
+
+
+def normalises_rewards(impl: str) -> bool:
+    """Whether its `loss_op` takes the rewards of consecutive groups as well as advantages."""
+    return impl == "triton"
 
 
 def one_kernel_op(logits: Tensor, impl: str) -> Callable[..., Any] | None:
@@ -162,7 +170,7 @@ def one_kernel_op(logits: Tensor, impl: str) -> Callable[..., Any] | None:
 
     float16 is left out: with 1/Z inside, most of its gradients would flush to zero before a loss scale reaches them.
     """
-    if impl != "triton" or logits.dtype == torch.float16 or torch.compiler.is_compiling():
+    if impl == "torch" or logits.dtype == torch.float16 or torch.compiler.is_compiling():
         return None
     return row_op("loss_grad_", impl)
 
