@@ -200,10 +200,11 @@ def panel_rows(device: torch.device) -> int:
     return 128 if device.type == "cpu" else 512
 
 
-def slab_rows(device: torch.device) -> int:
+def slab_rows(device: torch.device, vocabulary: int) -> int:
     """Rows whose logits exist together when nobody says: more do not make the products faster. On a GPU the gradient of
-    the weight, which every slab adds to, wants more of them than on a CPU, whose fresh pages cost as well."""
-    return 256 if device.type == "cpu" else 2048
+    the weight, which every slab adds to, wants more of them than on a CPU, whose fresh pages cost as well; with a small
+    vocabulary what a slab costs besides its products decides."""
+    return max(256, min(4096, 2**21 // vocabulary)) if device.type == "cpu" else 2048
 
 
 def slab_bytes(device: torch.device) -> int:
