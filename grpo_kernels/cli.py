@@ -1,4 +1,4 @@
-"""The command line: `grpo-kernels info | check | train`."""
+"""The command line: `grpo-kernels info | check | inspect | bench | train`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from types import ModuleType
 
 from . import backends, diagnostics
 
@@ -26,6 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from .benchmark import command as benchmark
+    from .inspection import command as inspection
+    from .training import command as training
+
     parser = argparse.ArgumentParser(prog="grpo-kernels", description="Fused GRPO losses: what runs here, and a demo.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
@@ -48,18 +53,31 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--impl", default="auto", help="auto, torch, cpp or triton (default: auto)")
     check.set_defaults(run=_check)
 
+    inspect = add(
+        "inspect",
+        "Compile every Triton kernel for every GPU target and read the machine code: registers, spills, shared memory, "
+        "instructions per logit, and what bounds it. No GPU needed.",
+        "grpo-kernels inspect --targets sm_90 --kernels row_stats --rivals",
+    )
+    _add_command(inspect, inspection)
+
+    bench = add(
+        "bench",
+        "Time the losses and their rivals on this machine, each checked against float64 first: time, memory, errors.",
+        "grpo-kernels bench logits --output results",
+    )
+    _add_command(bench, benchmark)
+
     train = add(
         "train",
         "Train a language model with GRPO; without options a small embedded one that needs no download.",
         "grpo-kernels train --config run.toml",
     )
-    _add_training(train)
+    _add_command(train, training)
     return parser
 
 
-def _add_training(parser: argparse.ArgumentParser) -> None:
-    from .training import command
-
+def _add_command(parser: argparse.ArgumentParser, command: ModuleType) -> None:
     command.add_arguments(parser)
     parser.set_defaults(run=command.run)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 
@@ -52,13 +51,3 @@ def test_every_environment_variable_is_documented() -> None:
     documented = (ROOT / "docs" / "environment.md").read_text()
     for variable in set(re.findall(r"GRPO_KERNELS_[A-Z_]+", code)):
         assert f"`{variable}`" in documented, variable
-
-
-def test_the_table_of_the_linear_form_is_that_of_the_committed_records() -> None:
-    spec = importlib.util.spec_from_file_location("bench_linear", ROOT / "bench" / "linear.py")
-    assert spec is not None and spec.loader is not None
-    bench = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(bench)
-    text = bench.PAGE.read_text()
-    assert bench.page(text) == text
-    assert text.count("MiB |") > 20

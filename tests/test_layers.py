@@ -11,7 +11,7 @@ import grimp
 import pytest
 
 # These may use what their extras install; the rest of the library needs torch alone.
-FREE = ("cli", "integrations", "lab", "training")
+FREE = ("benchmark", "cli", "inspection", "integrations", "lab", "training")
 TRITON = "grpo_kernels.backends.triton"
 
 

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from triton.runtime.driver import driver
 
 from . import launch
 
+VERSION: Final[str] = triton.__version__
 TARGETS: Final = tuple(launch.TILES)
 ROW_OPS: Final = ("row_stats", "row_grad")
 LOSS_OPS: Final = ("loss_stats", "loss_grad_")
@@ -54,6 +55,15 @@ class Case:
     def itemsize(self) -> int:
         """Bytes of a logit."""
         return torch_dtype(self.dtype).itemsize
+
+    @property
+    def name(self) -> str:
+        """Its op, its dtype, and all that is not as usual."""
+        usual = Case(self.op, self.target, self.dtype)
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed = {name: value for name, value in values.items() if value != getattr(usual, name)}
+        words = [name if value is True else f"{name}={value}" for name, value in changed.items()]
+        return " ".join([self.op, self.dtype, *words])
 
 
 class Launch(NamedTuple):
