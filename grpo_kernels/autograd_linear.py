@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import backends, objective
+from . import backends, objective, observers
 from .autograd import detached_outputs, once_differentiable
 from .compiling import outside_compile
 from .config import GRPOLossConfig
@@ -167,8 +167,11 @@ def _wanted(given: TokenData, rows: Rows, call: LinearCall) -> tuple[Tensor, Ten
     config = rows.config
     if config.beta != 0 or config.entropy_coef != 0 or config.importance_sampling_level != "token":
         return given.live, None
+    observer = observers.current()
+    if observer is not None and observer.in_order:
+        return given.live, None
     moving = given.live & (given.advantages != 0)
-    unseen = given.old is None and not config.needs_entropy and not call.per_token
+    unseen = given.old is None and not config.needs_entropy and not call.per_token and observer is None
     return moving, None if unseen else given.live
 
 
