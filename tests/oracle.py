@@ -14,28 +14,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
+from oracle_losses import CLIPPED, Options, clipped, kl, prompts_of, surrogate, vespo_weight
 from oracle_rows import Array, RowStats, row_stats
 
-
-@dataclass(frozen=True)
-class Options:
-    """The same names and defaults as GRPOLossConfig, for what the oracle knows."""
-
-    loss_type: str = "dapo"
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
-    delta: float | None = None
-    dual_clip: float | None = None
-    importance_sampling_level: str = "token"
-    beta: float = 0.0
-    kl_estimator: str = "k3"
-    use_bias_correction_kl: bool = False
-    temperature: float = 1.0
-    softcap: float | None = None
-    logit_scale: float = 1.0
-    max_completion_length: int | None = None
-    entropy: bool = False
-    entropy_coef: float = 0.0
+__all__ = ["Batch", "Options", "RowStats", "Truth", "group_advantages", "grpo", "row_stats", "sequence_index", "spread_out"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +35,7 @@ class Batch:
     cu_seqlens: Array | None = None
     normalizer: float | None = None
     entropy_normalizer: float | None = None
+    groups: Array | None = None  # the prompt of each sequence
 
     def but(self, **changes: Any) -> Batch:
         return replace(self, **changes)
@@ -104,41 +87,6 @@ def spread_out(value: Array, batch: Batch, seq: Array, count: int, real: type) -
         return value.reshape(n).astype(real)
     per_seq = value.reshape(count).astype(real)
     return np.where(seq >= 0, per_seq[np.maximum(seq, 0)], real(0)) if count else np.zeros(n, real)
-
-
-def _surrogate(r: Any, a: Any, p: Any, opt: Options) -> tuple[Any, Any]:
-    """`(l, dl/dp)` of one token, with `dr/dp = r`, for ratio `r`, advantage `a`, log-probability `p`."""
-    if a == 0:
-        return r * 0 if np.isfinite(r) else a * 0, a * 0
-    high = opt.epsilon if opt.epsilon_high is None else opt.epsilon_high
-    if opt.loss_type == "cispo":
-        w = min(r, type(r)(high))
-        return -w * a * p, -w * a
-    lo, hi = type(r)(1) - type(r)(opt.epsilon), type(r)(1) + type(r)(high)
-    free, dfree = r, r
-    if opt.delta is not None and r > opt.delta:
-        free, dfree = type(r)(opt.delta), r * 0
-    held, dheld = (lo, r * 0) if r < lo else (hi, r * 0) if r > hi else (r, r)
-    if free * a < held * a:
-        loss, dloss = -free * a, -dfree * a
-    elif free * a > held * a:
-        loss, dloss = -held * a, -dheld * a
-    else:
-        loss, dloss = -free * a, -(dfree + dheld) / 2 * a
-    if opt.dual_clip is not None and a < 0 and loss > -opt.dual_clip * a:
-        loss, dloss = -type(r)(opt.dual_clip) * a, r * 0
-    return loss, dloss
-
-
-def _kl(d: Any, name: str) -> tuple[Any, Any]:
-    """`(k, dk/dp)` with `d = f - p`."""
-    if name == "k1":
-        return -d, d * 0 + 1
-    if name == "k2":
-        return d * d / 2, -d
-    if name == "k3":
-        return np.expm1(d) - d, -np.expm1(d)
-    raise NotImplementedError(name)
 
 
 def grpo(batch: Batch, opt: Options, *, real: type = np.longdouble) -> Truth:

@@ -85,16 +85,19 @@ def pairwise(**factors: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
 OTHERS = tuple(target for target in TARGETS if target != "sm_90")
 FEATURES = {"dtype": DTYPES, "entropy": BOTH, "softcap": BOTH, "smallest": BOTH}
 SHAPES = {"vocab": (VOCAB, 50_257)}  # rows of an odd length begin anywhere, so that no access can be wide
-LOSS = {"on_policy": BOTH, "weight": BOTH, "corrected": BOTH, "cispo": BOTH, "rewards": BOTH}
+LOSS = {"on_policy": BOTH, "weight": BOTH, "corrected": BOTH, "rewards": BOTH}
 KL = {"kl": ("none", "k1", "k2", "k3")}
+SURROGATES = {"surrogate": ("clip", "cispo", "sapo", "gpg", "dppo_tv", "dppo_kl", "dro")}
+MORE_KL = {"kl": ("none", "k1", "abs", "k2", "k3"), "straight": BOTH, "kl_weighted": BOTH}
 ALL_OPS = (*ROW_OPS, *LOSS_OPS)
 LARGEST = {"entropy": (True,), "softcap": (True,), "weight": (True,), "kl": ("k3",), "corrected": (True,)}
 
 PLANNED = itertools.chain(
     each(op=ROW_OPS, target=("sm_90",), **FEATURES),
     pairwise(op=LOSS_OPS, target=("sm_90",), **FEATURES, **SHAPES, **LOSS, **KL),
+    pairwise(op=LOSS_OPS, target=("sm_90",), **LOSS, **SURROGATES, **MORE_KL),
     pairwise(target=OTHERS, op=ROW_OPS, **FEATURES, **SHAPES),
-    pairwise(target=OTHERS, op=LOSS_OPS, **FEATURES, **SHAPES, **LOSS, **KL),
+    pairwise(target=OTHERS, op=LOSS_OPS, **FEATURES, **SHAPES, **LOSS, **KL, surrogate=("clip", "dppo_kl")),
     each(op=("loss_grad_",), target=OTHERS, dtype=("bfloat16", "float64"), **LARGEST),
     each(op=("row_scale_",), target=TARGETS),
     each(op=("row_grad",), target=TARGETS, dtype=("float32",), entropy=BOTH, softcap=BOTH, out=("bfloat16",)),
