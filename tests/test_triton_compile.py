@@ -41,9 +41,7 @@ MISSED = {
     ),
     "loss_grad_ gfx942 float16 softcap smallest vocab=50257 kl=k2 rewards": "30 scalar registers spilled",
     "loss_grad_ gfx942 bfloat16 entropy softcap smallest vocab=50257 on_policy weight corrected surrogate=dppo_kl "
-    "rewards": (
-        "17 scalar registers spilled"
-    ),
+    "rewards": ("17 scalar registers spilled"),
     "loss_grad_ gfx942 bfloat16 entropy softcap weight kl=k3 corrected": "9 scalar registers spilled",
     "loss_grad_ gfx942 float64 entropy softcap weight kl=k3 corrected": "56 registers spilled, 140 bytes of stack",
 }
