@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import rollout
 from .config import GRPOLossConfig
 from .layout import Layout, make_layout
 from .ops.schema import DEAD
@@ -17,6 +18,8 @@ class RowCall(NamedTuple):
 
     impl: str = "auto"
     inplace: bool = False
+    all_live: bool = False
+    """Every row is known to count."""
 
 
 class LossCall(NamedTuple):
@@ -30,6 +33,10 @@ class LossCall(NamedTuple):
     entropy_normalizer: Tensor | None = None
     group_size: int = 0
     """> 0: the advantages are rewards, and the kernel normalises them in consecutive groups of this size."""
+    rollout_per_token_logps: Tensor | None = None
+    prompts: Tensor | None = None
+    """Which prompt each sequence answers: `layout.prompt_index`."""
+    generator: torch.Generator | None = None
 
 
 def temperature_tensor(
@@ -59,6 +66,8 @@ class TokenData(NamedTuple):
     old: Tensor | None
     ref: Tensor | None
     weight: Tensor | None
+    rollout: Tensor | None
+    generator: torch.Generator | None
 
 
 def token_inputs(
@@ -66,7 +75,7 @@ def token_inputs(
     completion_mask: Tensor | None, advantages: Tensor, old: Tensor | None, ref: Tensor | None,
 ) -> TokenData:  # fmt: skip
     """Everything of a call as token tensors."""
-    layout = make_layout(completion_ids.shape, call.cu_seqlens)
+    layout = make_layout(completion_ids.shape, call.cu_seqlens, call.prompts)
     live = live_rows(completion_ids, completion_mask, vocabulary)
     inside = layout.inside()
     live = live if inside is None else live & inside
@@ -75,16 +84,23 @@ def token_inputs(
         # tokens outside every sequence are dead: any positive number serves
         temperature = torch.where(live, layout.spread(temperature.squeeze(1)), 1.0)
     ref = ref if config.beta != 0 else None
-    weight = call.importance_sampling_ratio
+    old = None if old is None else _finite_where_dead(old, live, dtype)
+    weight, sampled = call.importance_sampling_ratio, call.rollout_per_token_logps
+    weight = None if weight is None else _token_values(weight, live, dtype, layout)
+    sampled = None if sampled is None else _finite_where_dead(sampled, live, dtype)
+    if config.rollout_correction != "none" and old is not None and sampled is not None:
+        weight = rollout.correction(config, old, sampled, live, layout)
     return TokenData(
         layout,
         live,
         torch.where(live, completion_ids, DEAD),
         temperature,
         advantages.to(dtype) if call.group_size > 0 else _token_values(advantages, live, dtype, layout),
-        None if old is None else _finite_where_dead(old, live, dtype),
+        old,
         None if ref is None else _finite_where_dead(ref, live, dtype),
-        None if weight is None else _token_values(weight, live, dtype, layout),
+        weight,
+        sampled,
+        call.generator,
     )
 
 

@@ -314,6 +314,8 @@ def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
     assert {"warm_up", "sampling", "scoring", "update", "evaluation"} == set(summary["seconds"])
     assert summary["versions"]["torch"] == torch.__version__
+    loss_step = summary["loss_step"]
+    assert loss_step["ours_ms"] > 0 and loss_step["eager_ms"] > 0 and loss_step["ran"].endswith(" fast")
     saved = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config_from_dict(saved) == settings(tmp_path / "run")
 
@@ -358,7 +360,9 @@ def test_unscored_responses_are_left_out(tmp_path: Path) -> None:
         ({"loss": {"temperature": 0.5}}, "loss.temperature must be left out, got 0.5: it is sampling.temperature"),
         ({"loss": {"epsilon": 2.0}}, r"epsilon must be in \[0, 1\), got 2.0"),
         ({"loss": {"epsilom": 0.1}}, "loss.epsilom is not a setting.* Did you mean loss.epsilon"),
-        ({"loss": {"rollout_correction": "token_mask"}}, "rollout_correction is not built yet"),
+        ({"loss": {"rollout_correction": "token_mask"}}, "loss.rollout_correction must be left out, got 'token_mask'"),
+        ({"loss": {"loss_type": "kl_cov"}}, "loss.loss_type must need no token but .*, got 'kl_cov'"),
+        ({"loss": {"aggregation": "prompt_mean"}}, "loss.aggregation must be a mean over .*, got 'prompt_mean'"),
         ({"tracker": "wandbb"}, "tracker must be installed, got 'wandbb', which is not one of accelerate's"),
         ({"tracker": "wandb"}, "tracker must be installed, got 'wandb', which is not installed"),
         ({"model": {"attn": "flash_attention_2"}}, "must have CUDA, flash_attn and bfloat16, got cpu"),

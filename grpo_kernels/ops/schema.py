@@ -18,6 +18,7 @@ row_stats_* returns, per row (0 at dead rows; float64 for float64 logits, else f
 loss_stats_* are those of a token-level loss in the same pass: (logps, entropy, row_max, sum_exp, sum_others), then per
 row (ratio, loss, slope, own_slope, kl) of `formulas.token_terms` and the advantage. Side inputs are broadcastable to
 the targets, any strides, dtype of the statistics; with group_size > 0 `advantages` are rewards of consecutive groups.
+`limits` and what follows are `objective.term_options`.
 
 loss_grad_*_ does the same and, in the same launch, writes d loss / d logits over the logits: `share` is c_i per
 row, `scale` 1 / Z, `entropy_scale` d loss / d entropy. row_scale_*_ multiplies them by an upstream gradient later.
@@ -55,8 +56,8 @@ _WEIGHTS = (
 )
 _LOSS = (
     "Tensor targets, Tensor temperature, float logit_scale, float? softcap, bool entropy,"
-    " Tensor advantages, int group_size, Tensor? old, Tensor? ref, Tensor? weight, float lower, float upper,"
-    " float delta, float dual_clip, float beta, bool cispo, str kl, bool corrected"
+    " Tensor advantages, int group_size, Tensor? old, Tensor? ref, Tensor? weight, float[] limits, str surrogate,"
+    " str kl, bool corrected, bool kl_weighted"
 )
 _LOSS_OUT = ") -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -75,14 +76,15 @@ def record(name: str) -> None:
 
 
 def declare(name: str) -> None:
-    """Define the row ops of an implementation whose kernels a shared library registers, with their fake kernels."""
-    for op, arguments, fake in (
+    """Define the ops of an implementation whose kernels a shared library registers, with their fake kernels."""
+    row_ops: tuple[tuple[str, str, Callable[..., Any]], ...] = (
         (f"row_stats_{name}", _STATS, _fake_stats),
         (f"row_weights_{name}_", _WEIGHTS, _fake_weights),
         (f"row_grad_{name}", f"(Tensor logits, {_GRAD} -> Tensor", _fake_grad),
         (f"row_grad_{name}_", f"(Tensor(a!) logits, {_GRAD} -> ()", _fake_nothing),
         (f"row_grad_into_{name}", f"(Tensor logits, Tensor(a!) out, {_GRAD} -> ()", _fake_nothing),
-    ):
+    )
+    for op, arguments, fake in (*row_ops, *_loss_ops(name)):
         _define(op, arguments, None, fake)
 
 
@@ -120,23 +122,18 @@ def implement_loss(
     name: str, loss_stats: Callable[..., Any], loss_grad_: Callable[..., Any], row_scale_: Callable[..., None]
 ) -> None:
     """Register a one-pass loss as `loss_stats_NAME`, `loss_grad_NAME_` and `row_scale_NAME_`."""
-    shares = ", Tensor share, Tensor scale, Tensor? entropy_scale"
-    for op, arguments, kernel, fake in (
-        (
-            f"loss_stats_{name}",
-            f"(Tensor logits, {_LOSS}{_LOSS_OUT}",
-            _recorded(f"{name} one-pass", loss_stats),
-            _fake_loss,
-        ),
-        (
-            f"loss_grad_{name}_",
-            f"(Tensor(a!) logits, {_LOSS}{shares}{_LOSS_OUT}",
-            _recorded(f"{name} one-kernel", loss_grad_),
-            _fake_loss,
-        ),
-        (f"row_scale_{name}_", "(Tensor(a!) logits, Tensor factor) -> ()", row_scale_, _fake_nothing),
-    ):
+    kernels = (_recorded(f"{name} one-pass", loss_stats), _recorded(f"{name} one-kernel", loss_grad_), row_scale_)
+    for (op, arguments, fake), kernel in zip(_loss_ops(name), kernels, strict=True):
         _define(op, arguments, kernel, fake)
+
+
+def _loss_ops(name: str) -> tuple[tuple[str, str, Callable[..., Any]], ...]:
+    shares = ", Tensor share, Tensor scale, Tensor? entropy_scale"
+    return (
+        (f"loss_stats_{name}", f"(Tensor logits, {_LOSS}{_LOSS_OUT}", _fake_loss),
+        (f"loss_grad_{name}_", f"(Tensor(a!) logits, {_LOSS}{shares}{_LOSS_OUT}", _fake_loss),
+        (f"row_scale_{name}_", "(Tensor(a!) logits, Tensor factor) -> ()", _fake_nothing),
+    )
 
 
 def _recorded(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:

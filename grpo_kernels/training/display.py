@@ -130,15 +130,23 @@ def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     seconds = summary["seconds"]
     parts = ", ".join(f"{name.replace('_', '-')} {_duration(value)}" for name, value in seconds.items())
     output_dir = summary["settings"]["output_dir"]
+    loss_step = summary["loss_step"]
+    loss_lines = [] if loss_step is None else [("loss step", _loss_step_text(**loss_step))]
     gain = f"{100 * (after - before):+.1f} points, {summary['held_out_prompts']} prompts, greedy"
     return [
         ("held-out solved", f"{before:.1%} -> {after:.1%} ({gain})"),
         ("run", f"{summary['task']}, {summary['steps']} steps, seed {summary['seed']}"),
         ("model", f"{summary['parameters'] / 1e6:.1f} M parameters on {summary['device']}"),
         ("time", f"{_duration(sum(seconds.values()))}: {parts}"),
+        *loss_lines,
         ("peak memory", f"{summary['peak_memory_mb']:,} MiB"),
         ("files", f"{output_dir}: curves.png, summary.json, history.jsonl, model/"),
     ]
+
+
+def _loss_step_text(*, ours_ms: float, eager_ms: float, ran: str, tokens: int, vocabulary: int) -> str:
+    times = f"{ours_ms:.2f} ms ({ran}), eager torch {eager_ms:.2f} ms"
+    return f"{times}; {tokens:,} tokens, V = {vocabulary:,}, with gradients"
 
 
 def _duration(seconds: float) -> str:

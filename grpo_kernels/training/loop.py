@@ -37,6 +37,7 @@ from .checkpoint import load_checkpoint, save_checkpoint
 from .config import TrainConfig, config_to_dict
 from .display import LiveTable, print_summary
 from .group_size import GroupSizeWatch
+from .loss_step import measure_loss_step
 from .measure import Stopwatch, peak_memory_mb, versions
 from .packing import make_packs
 from .plots import save_curves
@@ -96,6 +97,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
     P, G = config.sampling.prompts_per_step, config.sampling.num_generations
     off_policy = config.update.num_iterations * config.update.num_minibatches > 1
     table = LiveTable(config.steps) if main else contextlib.nullcontext()
+    last = None
     with table, open(output_dir / "history.jsonl" if main else os.devnull, "w", encoding="utf-8") as log:
         log.writelines(json.dumps(row) + "\n" for row in history)
         for step in range(progress["step"], config.steps):
@@ -157,6 +159,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
                     head_scores,
                 )
                 updates += config.update.num_iterations * config.update.num_minibatches
+                last = (minibatches[0][0], advantages[minibatches[0][0].sequences])
 
             spent = {name: clock.seconds[name] - seconds.get(name, 0.0) for name in ("sampling", "scoring", "update")}
             tokens = sum(map(len, completions))
@@ -202,6 +205,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "attention": policy.causal_lm.config._attn_implementation,
         "packing": policy.layout,
+        "loss_step": None if last is None else measure_loss_step(policy, *last, loss_config),
         "versions": versions(),
         "settings": config_to_dict(config),
     }
