@@ -103,7 +103,8 @@ def check_loss_arguments(
          "rewards": rewards},
     )  # fmt: skip
     inside = mask
-    if cu_seqlens is not None and checks.reads_data(cu_seqlens):
+    within = cu_seqlens is not None and checks.reads_data(cu_seqlens)
+    if cu_seqlens is not None and within:
         inside = torch.arange(ids.shape[0], device=ids.device) < cu_seqlens[-1]
         inside = inside if mask is None else inside & (mask != 0)
     checks.check_ids_below(name, "completion_ids", ids, inside, vocabulary)
@@ -128,6 +129,7 @@ def check_loss_arguments(
     call = LossCall(
         RowCall(), heat, cu_seqlens, _detached(weight), scale, entropy_scale,
         rollout_per_token_logps=_detached(sampled), prompts=prompts, generator=generator,
+        live=live if cu_seqlens is None or within else None,
     )  # fmt: skip
     return LossArguments(
         config, _detached(advantages), _detached(rewards), group_size, group_ids, _detached(old), _detached(ref),
