@@ -73,7 +73,7 @@ def test_costs_and_limits_reach_the_advice(files: Path, capsys: pytest.CaptureFi
 
 def test_what_cannot_be_read_is_one_line(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options in (("--scores", "missing.npy"), (), ("--scores", str(files / "r.npy"))):
-        assert advise(files, *options) == 1
+        assert advise(files, *options) == 64
         text = capsys.readouterr().err
         assert text.startswith("grpo-kernels lab: ")
         assert "Traceback" not in text
@@ -143,24 +143,89 @@ def test_selftest(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     [
         (["mse-curve", "--group", "2"], "Did you mean --groups?"),
         (["mse-curve", "--groups", "2,x"], "argument --groups"),
-        (["mse-curve", "--groups", "0,2"], "must be counts such as 2,4,8"),
-        (["gap", "--cells", "2"], "must be like 2x2,1x8"),
+        (["mse-curve", "--groups", "0,2"], "must be counts of at least 2 such as 2,4,8"),
+        (["gap", "--cells", "2"], "like 2x2,1x8, got '2'"),
         (["mse-curve", "--task", "pears"], "invalid choice: 'pears'"),
         (["train-sweep", "--task", "bandit"], "invalid choice: 'bandit'"),
+        (["advize"], "invalid choice: 'advize'"),
+        (["advise", "--budget", "many", "--rewards", "r.npy"], "argument --budget"),
+        (["mse-curve", "--groups", "1,2"], "must be counts of at least 2"),
+        (["budget-sweep", "--budgets", "64,"], "argument --budgets: must be counts of at least 1"),
+        (["pilot", "--seeds", "0"], "argument --seeds: must be a whole number of at least 1, got '0'"),
+        (["train-sweep", "--seeds", "1"], "argument --seeds: must be a whole number of at least 2, got '1'"),
+        (["mse-curve", "--reps", "-5"], "argument --reps"),
+        (["gap", "--cells", "2x1"], "2 or more responses"),
+        (["gap", "--cells", "2x2x2"], "like 2x2,1x8"),
         ([], "COMMAND"),
     ],
 )
 def test_bad_options(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main(["lab", *arguments])
-    assert stop.value.code == 2
+    assert stop.value.code == 64
     assert text in capsys.readouterr().err
 
 
 def test_settings_that_do_not_fit_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["lab", "mse-curve", "--task", "bandit", "--groups", "3", "--N", "64", "--out", str(tmp_path)]
-    assert cli.main(arguments) == 2
+    assert cli.main(arguments) == 64
     assert "N must be a multiple of G = 3, got 64" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["budget-sweep", "--budgets", "4", "--groups", "8,16"], "N must be at least the least G, 8, got 4"),
+        (["budget-sweep", "--budgets", "12", "--groups", "8"], "N must be a multiple of G = 8, got 12"),
+        (["train-sweep", "--N", "2", "--G", "4"], "N must be a multiple of G = 4, got 2"),
+        (["train-sweep", "--champion", "3"], "champion must be one of"),
+        (["pilot", "--task", "pair", "--G", "3"], "G must be >= 4, got 3"),
+        (["gap", "--eta", "-1"], "eta must be > 0, got -1.0"),
+        (["gap", "--beta", "0"], "beta must be > 0, got 0.0"),
+        (["gap", "--out", "{file}"], "--out must be a folder to write to"),
+        (["mse-curve", "--out", "{file}/below"], "--out must be a folder to write to"),
+    ],
+)
+def test_what_cannot_be_done_is_found_before_the_study(
+    arguments: list[str], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(*_given: object, **_options: object) -> None:
+        raise AssertionError("the study ran")
+
+    monkeypatch.setattr("grpo_kernels.lab.studies.warm_up", started)
+    monkeypatch.setattr("grpo_kernels.lab.gap_law.noise_covariance", started)
+    file = tmp_path / "file"
+    file.write_text("")
+    arguments = [part.format(file=file) for part in arguments]
+    out = [] if "--out" in arguments else ["--out", str(tmp_path / "out")]
+    assert cli.main(["lab", *arguments, *out]) == 64
+    error = capsys.readouterr().err
+    assert text in error
+    assert error.count("\n") == 1
+
+
+def test_files_that_hold_no_pilot_are_one_line(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (files / "empty.npy").write_bytes(b"")
+    (files / "text.npy").write_text("1 2 3")
+    np.savez(files / "many.npz", r=np.zeros(3))
+    spoilt = np.load(files / "s.npy")
+    spoilt[0, 0, 0] = np.nan
+    np.save(files / "spoilt.npy", spoilt)
+    for name, text in (
+        ("empty.npy", "--scores must be a .npy file"),
+        ("text.npy", "--scores must be a .npy file"),
+        ("many.npz", "an archive"),
+        ("spoilt.npy", "scores must be finite, got nan"),
+        (".", "--scores must be a .npy file"),
+    ):
+        assert advise(files, "--scores", str(files / name)) == 64
+        error = capsys.readouterr().err
+        assert text in error
+        assert error.count("\n") == 1
+    assert advise(files, "--scores", str(files / "s.npy"), "--loo-sum-sq", "3") == 64
+    assert "loo_sum_sq must be None with scores" in capsys.readouterr().err
+    assert advise(files, "--scores", str(files / "s.npy"), "--budget", "1") == 64
+    assert "N must be >= 2, got 1" in capsys.readouterr().err
 
 
 def test_each_command_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,6 +249,6 @@ constants = lab.estimate_constants([[1, 0, 1, 0]] * 2, [[[1.0], [0], [2], [1]], 
 print(round(constants.A, 3), cli.main(["lab", "selftest"]), cli.main(["lab", "gap"]))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1].split()[1:] == ["0", "2"]
+    assert done.stdout.splitlines()[-1].split()[1:] == ["0", "64"]
     assert "rich must be installed for the lab's progress bars" in done.stderr
     assert "pip install 'grpo-kernels[lab]'" in done.stderr

@@ -84,8 +84,7 @@ def test_unscored_and_masked_responses_are_as_if_they_were_not_there() -> None:
     rewards, scores = pilot(P=4, G=7)
     short = lab.estimate_constants(rewards[:, :5], scores[:, :5], seed=1)
     holes = rewards.clone()
-    holes[:, 5] = torch.nan
-    holes[:, 6] = torch.inf
+    holes[:, 5:] = torch.nan
     spoilt = scores.clone()
     spoilt[:, 5:] = torch.nan
     same(short, lab.estimate_constants(holes, spoilt, seed=1))

@@ -75,7 +75,7 @@ def test_one_seed_is_one_matrix() -> None:
         (lambda: lab.score_gram([]), "scores must hold an array"),
         (
             lambda: lab.score_gram([normal(2, 3, 1), normal(3, 3, 1)]),
-            r"must have the shape \[2, 3\] of the first block",
+            r"must have the shape \[2, 3\] of the first array",
         ),
         (lambda: lab.score_gram(normal(3)), r"scores must be \[P, G, ...\]"),
         (lambda: lab.sketch(normal(1, 1, 1), 0), "k must be >= 1"),

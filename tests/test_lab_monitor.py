@@ -115,6 +115,24 @@ def test_the_panel_sees_the_heads_gradients(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
+    ("reward", "text"), [(1.0, "No group size to advise"), (float("inf"), "No step yet had two groups")]
+)
+@pytest.mark.filterwarnings("ignore:GroupSizeMonitor.update. this step is left out:RuntimeWarning")
+def test_rewards_that_teach_nothing_do_not_end_a_run(
+    reward: float, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from grpo_kernels.training import group_size
+
+    take = group_size.GroupSizeWatch.take
+    monkeypatch.setattr(
+        group_size.GroupSizeWatch, "take",
+        lambda self, scores, rewards: take(self, scores, torch.full_like(rewards, reward)),
+    )  # fmt: skip
+    summary = run(tmp_path, steps=1, monitor={"every": 1, "sketch": 8})
+    assert text in summary["group_size_advice"][0]
+
+
+@pytest.mark.parametrize(
     ("changes", "text"),
     [
         ({"monitor": {"every": 1}, "sampling": {"num_generations": 3}}, "two prompts of four responses"),

@@ -12,6 +12,7 @@ figures, progress bars and files need the `lab` extra.
 from __future__ import annotations
 
 from .advice import FLAGS, Advice, optimal_group_size
+from .arrays import NotFiniteError
 from .bandit import Atoms, make_bandit
 from .binary import binary_advantages, binary_second_moment, binary_weight, silent_rate
 from .constants import GradConstants, crossing, exact_constants, fixed_budget, mse
@@ -29,6 +30,7 @@ __all__ = [
     "GradConstants",
     "GroupSizeMonitor",
     "HeadScores",
+    "NotFiniteError",
     "Simulated",
     "TooFewGroupsError",
     "UStats",

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..checks import check_count
+from .arrays import check_number, check_whole, seeded
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Atoms:
     """M prompts, K outcomes (a response and its reward) each; float64 but for the scores, which may be float32."""
 
@@ -27,9 +27,10 @@ def make_bandit(seed: int = 7, M: int = 8, K: int = 6, d: int = 8, eps: float = 
         eps: how far the prompts' features differ; 0 makes the prompts alike but for their rewards.
         qscale: spread of the success rates' logits.
     """
-    for argument, value in (("M", M), ("K", K), ("d", d)):
-        check_count("make_bandit", argument, value, 1, "Count from 1.")
-    generator = torch.Generator().manual_seed(seed)
+    name = "make_bandit"
+    M, K, d = (check_whole(name, argument, n, 1, "Count from 1.") for argument, n in (("M", M), ("K", K), ("d", d)))
+    eps, qscale = (check_number(name, argument, x, "Try 1.") for argument, x in (("eps", eps), ("qscale", qscale)))
+    generator = seeded(name, seed)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_choice, check_count, complain
-from .arrays import like, tensor64
+from ..checks import check_choice, complain
+from .arrays import check_number, check_whole, like, tensor64
 
 SCHEMES = ("none", "loo", "mean", "std0", "std1", "maxrl", "maxrl_raw")
 
@@ -27,11 +27,13 @@ def binary_advantages(scheme: str, G: int, eps: float = 0.0) -> tuple[Tensor, Te
 
     A group of equal rewards has advantage 0 but for "none" and "maxrl_raw". Raises ValueError.
     """
-    name = "binary_advantages"
-    check_choice(name, "scheme", scheme, SCHEMES)
-    check_count(name, "G", G, 2, "One response has nothing to be compared with.")
-    if not eps >= 0:
-        raise ValueError(complain(name, "eps", "must be at least 0", eps, "Leave it out."))
+    return _advantages("binary_advantages", scheme, G, eps)
+
+
+def _advantages(function: str, scheme: str, G: Any, eps: Any) -> tuple[Tensor, Tensor]:
+    check_choice(function, "scheme", scheme, SCHEMES)
+    G = check_whole(function, "G", G, 2, "One response has nothing to be compared with.")
+    eps = check_number(function, "eps", eps, "Leave it out.", least=0)
     k = torch.arange(G + 1, dtype=torch.float64)
     mean = k / G
     if scheme == "none":
@@ -56,32 +58,55 @@ def binary_weight(scheme: str, G: int, p: Any, eps: float = 0.0) -> Any:
 
     p: success rates in (0, 1), a number or an array. The others: see `binary_advantages`.
     """
-    plus, minus = binary_advantages(scheme, G, eps)
+    plus, minus = _advantages("binary_weight", scheme, G, eps)
     rate, k, chance = _outcomes("binary_weight", G, p)
     value = k * plus / (G * rate) - (G - k) * minus / (G * (1 - rate))
     return like((chance * value).sum(-1), p)
 
 
-def binary_second_moment(scheme: str, G: int, p: Any, grad_sq: float, m1: float, m0: float, eps: float = 0.0) -> Any:
+def binary_second_moment(scheme: str, G: int, p: Any, grad_sq: Any, m1: Any, m0: Any, eps: float = 0.0) -> Any:
     """E|estimate|^2 given the prompt, of (1/G) sum A_i s_i.
 
     Args:
         grad_sq: |grad p|^2.
         m1, m0: E[|s|^2 | r = 1] and E[|s|^2 | r = 0].
-        The others: see `binary_weight`.
+        The others: see `binary_weight`. Numbers or arrays, which broadcast with p.
     """
-    plus, minus = binary_advantages(scheme, G, eps)
-    rate, k, chance = _outcomes("binary_second_moment", G, p)
+    name = "binary_second_moment"
+    plus, minus = _advantages(name, scheme, G, eps)
+    rate, k, chance = _outcomes(name, G, p)
+    norm, ones, zeros = (
+        _squares(name, argument, value) for argument, value in (("grad_sq", grad_sq), ("m1", m1), ("m0", m0))
+    )
     left = G - k
-    value = plus**2 * (k * m1 + k * (k - 1) * grad_sq / rate**2)
-    value = value + minus**2 * (left * m0 + left * (left - 1) * grad_sq / (1 - rate) ** 2)
-    value = value - 2 * plus * minus * k * left * grad_sq / (rate * (1 - rate))
-    return like((chance * value).sum(-1) / G**2, p)
+    value = plus**2 * (k * ones + k * (k - 1) * norm / rate**2)
+    value = value + minus**2 * (left * zeros + left * (left - 1) * norm / (1 - rate) ** 2)
+    value = value - 2 * plus * minus * k * left * norm / (rate * (1 - rate))
+    return like((chance * value).sum(-1) / G**2, p, grad_sq, m1, m0)
+
+
+def _squares(function: str, argument: str, value: Any) -> Tensor:
+    """Mean squares, with an axis for k."""
+    found = tensor64(function, argument, value)
+    if not ((found >= 0) & found.isfinite()).all():
+        raise ValueError(complain(function, argument, "must be finite and at least 0", value, "It is a square."))
+    return found.unsqueeze(-1)
 
 
 def silent_rate(p: Any, G: Any) -> Any:
-    """p^G + (1 - p)^G: how often all G responses get the same reward, and the group teaches nothing."""
-    rate, size = tensor64("silent_rate", "p", p), tensor64("silent_rate", "G", G)
+    """p^G + (1 - p)^G: how often all G responses get the same reward, and the group teaches nothing.
+
+    Args:
+        p: success rates in [0, 1].
+        G: responses, whole numbers of at least 1.
+        Numbers or arrays, which broadcast. Raises ValueError for others.
+    """
+    name = "silent_rate"
+    rate, size = tensor64(name, "p", p), tensor64(name, "G", G)
+    if not ((rate >= 0) & (rate <= 1)).all():
+        raise ValueError(complain(name, "p", "must be in [0, 1]", p, "It is a probability."))
+    if not ((size >= 1) & (size == size.floor()) & size.isfinite()).all():
+        raise ValueError(complain(name, "G", "must be whole numbers >= 1", G, "It counts responses."))
     return like(rate**size + (1 - rate) ** size, p, G)
 
 

@@ -9,15 +9,16 @@ h(u, u') = (r - r')(s - s') / 2 (arXiv 2603.01162, lemma 1), whose Hoeffding dec
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..checks import check_choice, complain
-from .arrays import check_shape, like, tensor, tensor64
+from .arrays import array, check_finite, check_shape, like, tensor64
 
 KINDS = ("loo", "oracle", "vanilla", "mean", "optimal")
 
@@ -49,8 +50,9 @@ class GradConstants:
     """Share of its groups whose rewards are all equal."""
     off_centre: float | None = None
     """How many standard errors the scores' mean, E[s|x], is away from 0."""
-    boot: Tensor | None = None
-    """`[n_boot, 5]`: Vb, A, B2, J2, A0 of pilots drawn again, prompt by prompt."""
+    boot: Tensor | None = field(default=None, compare=False)
+    """`[n_boot, 5]`: Vb, A, B2, J2, A0 of pilots drawn again, prompt by prompt. No part of
+    `==`, which a tensor has no single answer to."""
 
 
 def exact_constants(P: Any, R: Any, S: Any, w: Any = None) -> GradConstants:
@@ -63,19 +65,13 @@ def exact_constants(P: Any, R: Any, S: Any, w: Any = None) -> GradConstants:
             first: the leave-one-out estimator does not see it (the oracle and vanilla, as they are used, do).
         w: `[M]` probability of each prompt; None: equal.
 
-    Raises ValueError for shapes that do not fit and probabilities that do not sum to 1.
+    Raises ValueError for shapes that do not fit, probabilities that do not sum to 1, values that are not finite.
     """
     name = "exact_constants"
-    p, r = tensor64(name, "P", P, 2), tensor64(name, "R", R, 2)
-    check_shape(name, "R", r, tuple(p.shape), "P")
-    scores = tensor(S)
-    if scores.ndim != 3 or scores.shape[:2] != p.shape:
-        raise ValueError(complain(name, "S", f"must be {list(p.shape)} and d", list(scores.shape), "Line them up."))
+    p, r, scores = check_atoms(name, P, R, S)
     share = torch.full((len(p),), 1 / len(p), dtype=torch.float64) if w is None else tensor64(name, "w", w, 1)
     check_shape(name, "w", share, (len(p),), "P's prompts")
-    for argument, values in (("P", p), ("w", share)):
-        if (values < 0).any() or not torch.allclose(values.sum(-1), values.new_ones(()), atol=1e-6):
-            raise ValueError(complain(name, argument, "must be probabilities", values, "Divide by their sum."))
+    _check_probabilities(name, "w", share)
     rho = r - (p * r).sum(1, keepdim=True)
     gradient = torch.zeros(scores.shape[2], dtype=torch.float64, device=p.device)
     totals = torch.zeros(5, dtype=torch.float64, device=p.device)  # |g|^2, A, B2, A0, Aopt
@@ -93,6 +89,28 @@ def exact_constants(P: Any, R: Any, S: Any, w: Any = None) -> GradConstants:
     norm, first, second, none, optimal = totals.tolist()
     square = gradient.square().sum().item()
     return GradConstants(Vb=norm - square, A=first, B2=second, J2=square, A0=none, Aopt=optimal)
+
+
+def check_atoms(function: str, P: Any, R: Any, S: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """P and R in float64 and S in its own dtype, as `exact_constants` takes them; ValueError if they do not fit."""
+    p, r, scores = tensor64(function, "P", P, 2), tensor64(function, "R", R, 2), array(function, "S", S)
+    if p.numel() == 0:
+        advice = "Give one prompt and one response at least."
+        raise ValueError(complain(function, "P", "must have M, K >= 1", list(p.shape), advice))
+    check_shape(function, "R", r, tuple(p.shape), "P")
+    if scores.ndim != 3 or scores.shape[:2] != p.shape or scores.shape[2] == 0:
+        wanted = f"must be {list(p.shape)} and d >= 1"
+        raise ValueError(complain(function, "S", wanted, list(scores.shape), "Line them up."))
+    _check_probabilities(function, "P", p)
+    check_finite(function, "R", r, "Give every response a reward.")
+    check_finite(function, "S", scores, "Give every response a score.")
+    return p, r, scores
+
+
+def _check_probabilities(function: str, argument: str, values: Tensor) -> None:
+    sums = values.sum(-1)
+    if (values < 0).any() or not torch.allclose(sums, torch.ones_like(sums), atol=1e-6):
+        raise ValueError(complain(function, argument, "must be probabilities", values, "Divide by their sum."))
 
 
 def mse(constants: GradConstants, n: Any, G: Any, kind: str = "loo") -> Any:
@@ -131,14 +149,16 @@ def mse(constants: GradConstants, n: Any, G: Any, kind: str = "loo") -> Any:
 
 
 def crossing(constants: GradConstants) -> float:
-    """The G above which the group mean beats no baseline at all: 1 + B2 / (A0 - A); inf where A0 <= A.
+    """The G above which the group mean beats no baseline at all: 1 + B2 / (A0 - A); inf where A0 <= A, NaN from NaN.
 
     Raises ValueError without A0.
     """
     if constants.A0 is None:
         raise ValueError(complain("crossing", "constants", "must have A0", None, "Estimate it from scores or rewards."))
     gain = constants.A0 - constants.A
-    return 1 + constants.B2 / gain if gain > 0 else float("inf")
+    if math.isnan(gain) or math.isnan(constants.B2):
+        return math.nan
+    return 1 + constants.B2 / gain if gain > 0 else math.inf
 
 
 def fixed_budget(constants: GradConstants, G: Sequence[int], kind: str = "loo") -> list[float]:

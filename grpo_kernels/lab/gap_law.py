@@ -16,13 +16,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..checks import check_count, complain
+from ..checks import complain
+from .arrays import check_number, check_whole, seeded
 from .simulate import draw
 
 QUANTILES = (0.25, 0.5, 0.75, 0.9)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Table:
     """Rewards `[M, K]` of the actions, the reference policy `[M, K]`, the KL's weight; prompts are equally likely."""
 
@@ -57,7 +58,9 @@ class GapLaw:
 
 def make_table(seed: int = 0, M: int = 3, K: int = 3, beta: float = 0.5) -> Table:
     """Random rewards in (0, 1) and a random reference."""
-    generator = torch.Generator().manual_seed(seed)
+    if not check_number("make_table", "beta", beta, "Try 0.5.") > 0:
+        raise ValueError(complain("make_table", "beta", "must be > 0", beta, "Without a KL the optimum has no noise."))
+    generator = seeded("make_table", seed)
     reward = torch.rand(M, K, generator=generator, dtype=torch.float64)
     logits = 0.5 * torch.randn(M, K, generator=generator, dtype=torch.float64)
     return Table(reward, logits.softmax(1), beta)
@@ -107,12 +110,14 @@ def stationary_gap(
     after `burn_in` updates.
     """
     name = "stationary_gap"
-    for argument, value, least in (("n", n, 1), ("G", G, 2), ("chains", chains, 2), ("snapshots", snapshots, 1)):
-        check_count(name, argument, value, least, "Raise it.")
-    if not eta > 0:
+    n, G, chains, snapshots = (
+        check_whole(name, argument, value, least, "Raise it.")
+        for argument, value, least in (("n", n, 1), ("G", G, 2), ("chains", chains, 2), ("snapshots", snapshots, 1))
+    )
+    if not check_number(name, "eta", eta, "Give a step size.") > 0:
         raise ValueError(complain(name, "eta", "must be > 0", eta, "Give a step size."))
     weights = predicted_weights(table, n, G, eta)
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(name, seed)
     normal = torch.randn(1 << 19, len(weights), generator=generator, dtype=torch.float64)
     levels = torch.tensor(QUANTILES, dtype=torch.float64)
     law = 0.5 * normal.square() @ weights

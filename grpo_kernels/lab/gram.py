@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..checks import check_choice, check_count, complain
-from .arrays import check_shape, like, tensor, tensor64
+from ..checks import check_choice, complain
+from .arrays import array, check_shape, check_whole, like, seeded, tensor64
 
 SKETCHES = ("gauss", "rademacher", "count")
 _FEW = 1 << 22  # elements of a block in float64
@@ -19,23 +19,20 @@ def score_gram(scores: Any) -> Any:
     """K_ab = s_a . s_b within each group: `[P, G, d] -> [P, G, G]`, float64.
 
     scores: an array, or an iterable of arrays `[P, G, ...]`, one per parameter, whose products add up.
+    Nested lists are refused: they could be either.
     """
-    name = "score_gram"
-    blocks = [scores] if hasattr(scores, "shape") else list(scores)
-    if not blocks:
-        raise ValueError(complain(name, "scores", "must hold an array", 0, "Pass one per parameter."))
-    shape = tensor(blocks[0]).shape[:2]
-    if len(shape) < 2:
-        raise ValueError(complain(name, "scores", "must be [P, G, ...]", list(shape), "Put groups first."))
-    total = torch.zeros(*shape, shape[1], dtype=torch.float64, device=tensor(blocks[0]).device)
-    for block in blocks:
-        flat = _flat(tensor(block))
-        check_shape(name, "scores", flat[..., 0], tuple(shape), "the first block")
-        step = max(1, _FEW // max(1, shape.numel()))
-        for start in range(0, flat.shape[2], step):
+    total: Tensor | None = None
+    sources = []
+    for source, flat in _blocks("score_gram", "scores", scores):
+        sources.append(source)
+        P, G, d = flat.shape
+        if total is None:
+            total = torch.zeros(P, G, G, dtype=torch.float64, device=flat.device)
+        step = max(1, _FEW // max(1, P * G))
+        for start in range(0, d, step):
             some = flat[:, :, start : start + step].to(torch.float64)
             total += some @ some.mT
-    return like(total, *blocks)
+    return like(_something("score_gram", "scores", total), *sources)
 
 
 def ghost_gram(delta: Any, h: Any, mask: Any = None) -> Any:
@@ -50,7 +47,9 @@ def ghost_gram(delta: Any, h: Any, mask: Any = None) -> Any:
     """
     name = "ghost_gram"
     d, x = tensor64(name, "delta", delta, 4), tensor64(name, "h", h, 4)
-    check_shape(name, "h", x[..., 0], tuple(d.shape[:3]), "delta")
+    if x.shape[:3] != d.shape[:3]:
+        wanted = f"must have the shape {list(d.shape[:3])} of delta and Di"
+        raise ValueError(complain(name, "h", wanted, list(x.shape), "Line the arrays up."))
     if mask is not None:
         live = tensor64(name, "mask", mask, 3)
         check_shape(name, "mask", live, tuple(d.shape[:3]), "delta")
@@ -75,18 +74,16 @@ def sketch(grads: Any, k: int, kind: str = "rademacher", seed: int = 0) -> Any:
         seed: of R. All samples and prompts that are to be compared must share it, and the order of the arrays.
     """
     name = "sketch"
-    check_count(name, "k", k, 1, "Try 256.")
+    k = check_whole(name, "k", k, 1, "Try 256.")
     check_choice(name, "kind", kind, SKETCHES)
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(name, seed)
     total: Tensor | None = None
-    sources: Iterable[Any] = [grads] if hasattr(grads, "shape") else grads
     first: Any = None
-    for source in sources:
-        first = source if first is None else first
-        flat = _flat(tensor(source)).to(torch.float64)
+    for source, block in _blocks(name, "grads", grads):
+        flat = block.to(torch.float64)
         if total is None:
+            first = source
             total = torch.zeros(*flat.shape[:2], k, dtype=torch.float64, device=flat.device)
-        check_shape(name, "grads", flat[:, :, 0], tuple(total.shape[:2]), "the first array")
         step = max(1, _FEW // k)
         for start in range(0, flat.shape[2], step):
             some = flat[:, :, start : start + step]
@@ -98,14 +95,38 @@ def sketch(grads: Any, k: int, kind: str = "rademacher", seed: int = 0) -> Any:
                 drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
                 matrix = drawn if kind == "gauss" else _signs(shape, generator)
                 total += some @ (matrix.to(flat.device) / k**0.5)
+    return like(_something(name, "grads", total), first)
+
+
+def _blocks(function: str, argument: str, value: Any) -> Iterator[tuple[Any, Tensor]]:
+    """Each array as it was given, and as `[P, G, d]`."""
+    sources = [value] if hasattr(value, "shape") else value
+    kind = f"a {type(value).__name__}"
+    if not isinstance(sources, Iterable):
+        raise TypeError(complain(function, argument, "must be an array, or several", kind, "Pass [P, G, ...]."))
+    shape: torch.Size | None = None
+    for source in sources:
+        if not hasattr(source, "shape"):
+            advice = "Make it an array: a list is one of arrays, one per parameter."
+            got = f"{kind} of {type(source).__name__}"
+            raise TypeError(complain(function, argument, "must be an array, or several", got, advice))
+        block = array(function, argument, source)
+        if block.ndim < 2:
+            raise ValueError(
+                complain(function, argument, "must be [P, G, ...]", list(block.shape), "Put groups first.")
+            )
+        flat = block.flatten(2) if block.ndim > 2 else block.unsqueeze(-1)
+        if shape is not None and flat.shape[:2] != shape:
+            wanted = f"must have the shape {list(shape)} of the first array"
+            raise ValueError(complain(function, argument, wanted, list(flat.shape[:2]), "Line the arrays up."))
+        shape = flat.shape[:2]
+        yield source, flat
+
+
+def _something(function: str, argument: str, total: Tensor | None) -> Tensor:
     if total is None:
-        raise ValueError(complain(name, "grads", "must hold an array", 0, "Pass one per parameter."))
-    return like(total, first)
-
-
-def _flat(block: Tensor) -> Tensor:
-    """`[P, G, ...]` as `[P, G, d]`."""
-    return block.flatten(2) if block.ndim > 2 else block.unsqueeze(-1)
+        raise ValueError(complain(function, argument, "must hold an array", 0, "Pass one per parameter."))
+    return total
 
 
 def _signs(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from ..checks import check_choice, check_count, complain
+from ..checks import check_choice, complain
 from ..observers import Scored, observing
+from .arrays import check_whole, seeded
 
 _BLOCK = 128  # rows of a block of a symmetric product
 
@@ -41,19 +42,19 @@ class HeadScores:
         k_hidden: int | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
         name = "HeadScores"
-        check_count(name, "group_size", group_size, 1, "Responses per prompt.")
-        check_count(name, "num_sequences", num_sequences, 0, "All responses.")
+        group_size = check_whole(name, "group_size", group_size, 1, "Responses per prompt.")
+        num_sequences = check_whole(name, "num_sequences", num_sequences, 0, "All responses.")
         check_choice(name, "method", method, ("exact", "sketch"))
-        check_count(name, "k", k, 1, "Try 64.")
+        k = check_whole(name, "k", k, 1, "Try 64.")
         if k_hidden is not None:
-            check_count(name, "k_hidden", k_hidden, 1, "None keeps the hidden side whole.")
+            k_hidden = check_whole(name, "k_hidden", k_hidden, 1, "None keeps the hidden side whole.")
         if num_sequences % group_size:
             got = f"{num_sequences} and {group_size}"
             raise ValueError(complain(name, "num_sequences", "must be a multiple of group_size", got, "Drop the rest."))
         self._shape = (num_sequences // group_size, group_size)
         self.method = method
         self._sizes = (k, k_hidden)
-        self._seed = seed
+        self._generators = {"V": seeded(name, seed), "H": seeded(name, seed + 1)}
         self._sketches: dict[str, Tensor] = {}
         self._gram = torch.zeros(self._shape[0], group_size, group_size, dtype=torch.float64)
         self._scores: Tensor | None = None
@@ -155,8 +156,7 @@ class HeadScores:
         width = like.shape[1]
         found = self._sketches.get(side)
         if found is None:
-            generator = torch.Generator().manual_seed(self._seed + (side == "H"))
-            drawn = torch.randint(2, (width, k), generator=generator, dtype=torch.int8)
+            drawn = torch.randint(2, (width, k), generator=self._generators[side], dtype=torch.int8)
             found = (2 * drawn - 1).to(like.device, like.dtype)
             self._sketches[side] = found
         return found

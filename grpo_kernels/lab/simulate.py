@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import check_choice, check_count
-from .arrays import tensor, tensor64
+from ..checks import check_choice, complain
+from .arrays import check_whole, seeded
 from .bandit import Atoms
-from .constants import KINDS
+from .constants import KINDS, check_atoms
 
 _ELEMENTS = 1 << 22  # of estimates, or of indices, at a time
 
@@ -34,43 +34,49 @@ def draw(P: Tensor, prompts: Tensor, G: int, generator: torch.Generator) -> Tens
 
 
 def simulate_mse(
-    P: Any, R: Any, S: Any, n: int, G: int, kinds: Sequence[str] = ("loo", "oracle", "vanilla"), *,
+    P: Any, R: Any, S: Any, n: int, G: int, kinds: Iterable[str] = ("loo", "oracle", "vanilla"), *,
     reps: int = 2500, seed: int = 0, progress: Callable[[int], Any] | None = None,
 ) -> dict[str, Simulated]:  # fmt: skip
     """E|estimate - grad J|^2 of n prompts x G responses by simulation; the kinds share their draws.
 
     Args:
         P, R, S: atoms, as `exact_constants` takes them; S may be float32, and is then summed in it.
-        kinds: see `mse`.
+        kinds: some of those of `mse`.
         progress: told how many repetitions were added.
     """
     name = "simulate_mse"
+    if isinstance(kinds, str) or not isinstance(kinds, Iterable):
+        raise TypeError(complain(name, "kinds", "must be several words", repr(kinds), "Pass a list."))
+    kinds = list(dict.fromkeys(kinds))
+    if not kinds:
+        raise ValueError(complain(name, "kinds", "must name an estimator", kinds, f"Choose of {', '.join(KINDS)}."))
     for kind in kinds:
         check_choice(name, "kinds", kind, KINDS)
-    for argument, count, least in (("n", n, 1), ("G", G, 2), ("reps", reps, 2)):
-        check_count(name, argument, count, least, "Raise it.")
-    p, r = tensor64(name, "P", P, 2), tensor64(name, "R", R, 2)
-    scores = tensor(S)
+    n, G, reps = (
+        check_whole(name, argument, value, least, "Raise it.")
+        for argument, value, least in (("n", n, 1), ("G", G, 2), ("reps", reps, 2))
+    )
+    generator = seeded(name, seed)
+    p, r, scores = check_atoms(name, P, R, S)
     M, K = p.shape
     flat = scores.reshape(M * K, -1)
     value = (p * r).sum(1)
     truth = ((p * (r - value.unsqueeze(1))).reshape(-1).to(flat.dtype) @ flat) / M
     best = _best_baseline(p, r, scores) if "optimal" in kinds else value
-    generator = torch.Generator().manual_seed(seed)
     step = max(1, min(reps, _ELEMENTS // (len(kinds) * max(n * G * K, flat.shape[1]))))
     squares: list[Tensor] = []
     for start in range(0, reps, step):
-        count = min(step, reps - start)
-        prompts = torch.randint(M, (count, n), generator=generator)
+        some = min(step, reps - start)
+        prompts = torch.randint(M, (some, n), generator=generator)
         chosen = draw(p, prompts, G, generator)
-        index = (prompts.unsqueeze(2) * K + chosen).view(count, n * G)
-        reward = r.reshape(-1)[index].view(count, n, G)
-        weights = [_advantages(kind, reward, value[prompts], best[prompts]).view(count, n * G) for kind in kinds]
+        index = (prompts.unsqueeze(2) * K + chosen).view(some, n * G)
+        reward = r.reshape(-1)[index].view(some, n, G)
+        weights = [_advantages(kind, reward, value[prompts], best[prompts]).view(some, n * G) for kind in kinds]
         sums = [F.embedding_bag(index, flat, per_sample_weights=w.to(flat.dtype), mode="sum") for w in weights]
-        errors = torch.stack(sums, 1) / (n * G) - truth  # [count, kinds, d]
+        errors = torch.stack(sums, 1) / (n * G) - truth  # [some, kinds, d]
         squares.append(errors.to(torch.float64).square().sum(2))
         if progress is not None:
-            progress(count)
+            progress(some)
     squared = torch.cat(squares)  # [reps, kinds]
     means, spread = squared.mean(0), squared.std(0) / reps**0.5
     return {kind: Simulated(means[i].item(), spread[i].item()) for i, kind in enumerate(kinds)}
@@ -78,7 +84,9 @@ def simulate_mse(
 
 def draw_pilot(atoms: Atoms, n: int, G: int, seed: int) -> tuple[Tensor, Tensor]:
     """Rewards `[n, G]` and scores `[n, G, d]` of a pilot: n prompts drawn, G responses each."""
-    generator = torch.Generator().manual_seed(seed)
+    name = "draw_pilot"
+    n, G = (check_whole(name, argument, value, 1, "Raise it.") for argument, value in (("n", n), ("G", G)))
+    generator = seeded(name, seed)
     prompts = torch.randint(len(atoms.P), (n,), generator=generator)
     chosen = draw(atoms.P, prompts, G, generator)
     rows = prompts.unsqueeze(1)

@@ -14,6 +14,7 @@ import torch
 
 from ..checks import check_choice, complain
 from .advice import optimal_group_size
+from .arrays import check_whole
 from .bandit import Atoms, make_bandit
 from .constants import GradConstants, crossing, exact_constants, fixed_budget, mse
 from .estimate import estimate_constants
@@ -58,11 +59,13 @@ def mse_curve(
     sft_steps: int = 360, progress: Progress = None,
 ) -> Record:  # fmt: skip
     """MSE of vanilla, leave-one-out and oracle against G at N responses: formula and simulation."""
+    _check_sizes("mse_curve", groups, [N])
+    _check_counts("mse_curve", reps=(reps, 2), sft_steps=(sft_steps, 0))
     atoms, about = atoms_of(task, sft_steps=sft_steps)
     constants = exact_constants(atoms.P, atoms.R, atoms.S)
     rows: list[Record] = []
     for G in groups:
-        n = _prompts(N, G)
+        n = N // G
         found = simulate_mse(atoms.P, atoms.R, atoms.S, n, G, KINDS, reps=reps, seed=seed + G, progress=progress)
         rows += [_compared(kind, G, n, float(mse(constants, n, G, kind)), found[kind]) for kind in KINDS]
     cross = crossing(constants)
@@ -121,6 +124,8 @@ def budget_sweep(
     seed: int = 0, sft_steps: int = 360, progress: Progress = None,
 ) -> Record:  # fmt: skip
     """N MSE of the leave-one-out estimator against G for several N: the best G is the same, and the predicted one."""
+    _check_sizes("budget_sweep", groups, budgets, whole=False)
+    _check_counts("budget_sweep", reps=(reps, 2), sft_steps=(sft_steps, 0))
     atoms, about = atoms_of(task, sft_steps=sft_steps)
     constants = exact_constants(atoms.P, atoms.R, atoms.S)
     predicted = dict(zip(groups, fixed_budget(constants, groups), strict=True))
@@ -130,7 +135,7 @@ def budget_sweep(
         values = {}
         for G in groups:
             if G <= N:
-                n = _prompts(N, G)
+                n = N // G
                 found = simulate_mse(
                     atoms.P, atoms.R, atoms.S, n, G, ("loo",), reps=reps, seed=seed + 1000 * N + G, progress=progress
                 )["loo"]
@@ -163,6 +168,8 @@ def training_sweep(
     champion: the G that is claimed to be as good as any, chosen beforehand, on other seeds.
     """
     check_choice("training_sweep", "task", task, TASKS)
+    _check_sizes("training_sweep", groups, budgets)
+    _check_counts("training_sweep", seeds=(seeds, 2), sft_steps=(sft_steps, 0), iterations=(min(iterations), 1))
     if champion not in groups:
         advice = "It is one of the sizes that are trained."
         raise ValueError(complain("training_sweep", "champion", f"must be one of {list(groups)}", champion, advice))
@@ -212,6 +219,7 @@ def pilot_study(
     progress: Progress = None,
 ) -> Record:  # fmt: skip
     """What a pilot's advice costs against the true constants, and how often its interval holds the true G*."""
+    _check_counts("pilot_study", n=(n, 2), G=(G, 4), seeds=(seeds, 1), n_boot=(n_boot, 0), sft_steps=(sft_steps, 0))
     atoms, about = atoms_of(task, sft_steps=sft_steps)
     truth = exact_constants(atoms.P, atoms.R, atoms.S)
     exact = optimal_group_size(truth)
@@ -286,10 +294,27 @@ def versions() -> dict[str, Any]:
     return {"torch": torch.__version__, "threads": torch.get_num_threads()}
 
 
-def _prompts(N: int, G: int) -> int:
-    if N % G:
-        raise ValueError(complain("studies", "N", f"must be a multiple of G = {G}", N, "Choose powers of two."))
-    return N // G
+def _check_sizes(function: str, groups: Sequence[int], budgets: Sequence[int], *, whole: bool = True) -> None:
+    """ValueError, before any work, unless each budget is a multiple of each G; whole=False: of each that fits in."""
+    if not groups or not budgets:
+        argument = "budgets" if groups else "groups"
+        raise ValueError(complain(function, argument, "must hold a number", "none", "Try powers of two."))
+    for G in groups:
+        check_whole(function, "groups", G, 2, "A leave-one-out mean needs two responses.")
+    for N in budgets:
+        fitting = [G for G in groups if whole or G <= N]
+        if not fitting:
+            advice = "Raise it, or try smaller groups."
+            raise ValueError(complain(function, "N", f"must be at least the least G, {min(groups)}", N, advice))
+        for G in fitting:
+            if N < G or N % G:
+                raise ValueError(complain(function, "N", f"must be a multiple of G = {G}", N, "Choose powers of two."))
+
+
+def _check_counts(function: str, **counts: tuple[int, int]) -> None:
+    """Errors, before any work, unless each is at least its second number."""
+    for argument, (value, least) in counts.items():
+        check_whole(function, argument, value, least, "Raise it.")
 
 
 def advice_table(advice: Any) -> Record:

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import check_count, complain
+from ..checks import complain
 from .advice import optimal_group_size
+from .arrays import check_whole
 from .constants import exact_constants, fixed_budget
 from .transformer import PROMPTS, Parameters, exact_atoms, expected_reward, log_probabilities, rewards
 
@@ -49,7 +50,7 @@ def train_group(
 
     start: the parameters that all begin with. N responses per update, G per prompt, N a multiple of G.
     """
-    check_count("train_group", "G", G, 2, "A leave-one-out mean needs two responses.")
+    G = check_whole("train_group", "G", G, 2, "A leave-one-out mean needs two responses.")
     if N < G or N % G:
         raise ValueError(complain("train_group", "N", f"must be a multiple of G = {G}", N, "Choose another budget."))
     right = rewards(task).to(torch.float32)
@@ -106,7 +107,7 @@ class Along(NamedTuple):
 
     J: float
     g_cross: float | None
-    """None where no baseline beats the group mean at any G."""
+    """None where subtracting nothing has the smaller error than the group mean at every G."""
     g_star: float
     g_star_head: float
     """From the head's part of the scores alone."""

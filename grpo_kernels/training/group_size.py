@@ -39,7 +39,10 @@ class GroupSizeWatch:
         return HeadScores(packs[-1].sequences.stop, self._group_size, method="sketch", k=self._config.sketch)
 
     def take(self, scores: HeadScores, rewards: Tensor) -> list[str]:
-        """Add the step's rewards `[B]` and the collected scores; the advice so far, and why."""
+        """Add the step's rewards `[B]` and the collected scores; the advice so far, and why.
+
+        Scores or rewards that are not finite are left out with a RuntimeWarning: the run is what matters.
+        """
         shape = scores.scores.shape[:2]
         self.monitor.update(rewards[: shape.numel()].view(shape), scores.scores)
         return self.lines()
@@ -48,7 +51,7 @@ class GroupSizeWatch:
         """The advice so far, and why."""
         advice, constants = self.monitor.advice(), self.monitor.constants()
         if advice is None or constants is None:
-            return ["No step yet had two groups with four scored responses."]
+            return ["No step yet had two groups with four scored responses and finite gradients."]
         between = f"prompts differ by Vb = {constants.Vb:.3g}, responses by A = {constants.A:.3g}"
         return [*advice.why(), f"Here {between}; the estimated baseline costs B2 = {constants.B2:.3g}."]
 
