@@ -14,7 +14,7 @@ install: $(INSTALLED)  ## make the virtual environment with the pinned packages
 
 # Three steps: the second builds the package against the torch that the first installs (and reasoning-gym needs a C
 # compiler), the third adds the projects that the tests compare with, without what they would put in place of our pins.
-$(INSTALLED): pyproject.toml constraints.txt parity.txt setup.py $(wildcard csrc/*)
+$(INSTALLED): pyproject.toml constraints.txt parity.txt setup.py grpo_kernels/formulas.py $(wildcard csrc/*)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed: make PYTHON=python3.11 ...")'
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -c constraints.txt setuptools wheel ninja numpy torch
@@ -44,7 +44,7 @@ sanitize: $(INSTALLED)  ## the tests of the C++ kernels under the address and un
 	  $(abspath $(BIN))/python setup.py -q build_ext --inplace --force
 	cd $(SANITIZED) && ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=. \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so) $$(g++ -print-file-name=libstdc++.so)" \
-	  $(abspath $(BIN))/python -m pytest tests/test_cpp_rows.py tests/test_cpp_safety.py
+	  $(abspath $(BIN))/python -m pytest tests/test_cpp_rows.py tests/test_cpp_safety.py tests/test_cpp_loss.py
 
 lint: $(INSTALLED)  ## ruff: rules and format
 	$(BIN)/ruff check .

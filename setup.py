@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import runpy
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,16 @@ from setuptools.errors import BaseError, CCompilerError
 
 VARIABLE = "GRPO_KERNELS_BUILD_CPP"
 TORCH_2_10 = "0x020a000000000000"  # the oldest torch whose stable ABI has all that is used
+FORMULAS = Path("grpo_kernels/formulas.py")
 X86 = platform.machine().lower() in ("x86_64", "amd64")
-AVX2 = {"kernels_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"]}
+INSTRUCTIONS = {
+    "kernels_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
+    # registers of 512 bits are what that file is for; compilers prefer narrower ones by themselves
+    "kernels_avx512.cpp": [
+        *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"),
+        *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),  # of GCC 12 about its own intrinsics
+    ],
+}
 
 
 class BuildKernels(build_ext):
@@ -31,17 +40,27 @@ class BuildKernels(build_ext):
         compile_one: Any = self.compiler._compile
 
         def compile_with_flags(obj: str, src: str, ext: str, cc_args: Any, flags: list[str], pp_opts: Any) -> None:
-            own = AVX2.get(Path(src).name, []) if X86 else []
+            own = INSTRUCTIONS.get(Path(src).name, []) if X86 else []
             compile_one(obj, src, ext, cc_args, flags + own, pp_opts)
 
         self.compiler._compile = compile_with_flags
         try:
+            self._write_formulas()
             super().build_extensions()
         except (BaseError, CCompilerError, OSError) as error:
             if mode() == "1":
                 raise
             self.warn(f"the C++ kernels were not built, the torch implementation takes their place: {error}")
             self.extensions = self.distribution.ext_modules = []
+
+    def _write_formulas(self) -> None:
+        """The formulas as a header: their one copy is Python."""
+        made = runpy.run_path("csrc/translate.py")["header"](FORMULAS.read_text(encoding="utf-8"), "token_terms")
+        folder = Path(self.build_temp)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "formulas.h").write_text(made, encoding="utf-8")
+        for extension in self.extensions:
+            extension.include_dirs.append(str(folder))
 
 
 class Wheel(bdist_wheel):
@@ -80,11 +99,11 @@ def extensions() -> list[Extension]:
         Extension(
             "grpo_kernels._cpp",
             sorted(str(path) for path in Path("csrc").glob("*.cpp")),
-            depends=sorted(str(path) for path in Path("csrc").glob("*.h")),
+            depends=[str(FORMULAS), "csrc/translate.py", *sorted(str(path) for path in Path("csrc").glob("*.h"))],
             include_dirs=cpp_extension.include_paths(),
             library_dirs=cpp_extension.library_paths(),
             libraries=["torch_cpu"],
-            define_macros=[("TORCH_TARGET_VERSION", TORCH_2_10), *([("GRPO_KERNELS_AVX2", "1")] if X86 else [])],
+            define_macros=[("TORCH_TARGET_VERSION", TORCH_2_10), *([("GRPO_KERNELS_X86", "1")] if X86 else [])],
             extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden", "-g0"],
             py_limited_api=True,
             language="c++",

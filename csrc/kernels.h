@@ -40,8 +40,10 @@ struct Constants {
         cap(transform.softcap, transform.logit_scale, transform.masked_below) {}
 };
 
+// Sums over lanes and blocks are wider than any term: in float64 the few roundings of a row's last numbers would show.
 struct Sums {
-  double top, sum, energy;  // energy: sum of exp(y) * (c(x) - shift), times slope that of exp(y) * y
+  double top;
+  long double sum, energy;  // energy: sum of exp(y) * (c(x) - shift), times slope that of exp(y) * y
 };
 
 // Largest c(x) of some columns, and their sums relative to `shift`. With kStore they are overwritten by exp(y).
@@ -103,7 +105,8 @@ inline double capped(Number x, const Transform& transform) {
 }
 
 struct Running {
-  double top, sum, energy;
+  double top;
+  long double sum, energy;
 
   // `others` are relative to `shift`, the top as it was.
   inline void add(const Sums& others) {
@@ -112,7 +115,7 @@ struct Running {
   }
   inline void raise(double new_top, double slope) {
     if (top != -kInfinity) {
-      const double change = top - new_top, factor = std::exp(change * slope);
+      const long double change = static_cast<long double>(top) - new_top, factor = std::exp(change * slope);
       energy = factor == 0 ? 0 * energy : factor * (energy + change * sum);
       sum *= factor;
     }
@@ -121,18 +124,24 @@ struct Running {
 };
 
 inline Statistics finish(const Running& others, double target, const Transform& transform) {
-  const double slope = transform.slope, top = others.top, rest = others.sum;
+  const double top = others.top;
   if (top <= transform.masked_below) return {kNaN, kNaN, kNaN, top, kNaN, kNaN};  // no distribution
-  const double y = (target - top) * slope, weight = std::exp(y), total = rest + weight;
+  const long double slope = transform.slope, rest = others.sum;
+  const long double y = (static_cast<long double>(target) - top) * slope, weight = std::exp(y), total = rest + weight;
   const bool likely = weight >= rest;
-  const double log_ratio = likely ? std::log1p(rest / weight) : 0;
-  const double log_total = likely ? log_ratio + y : std::log(total);
-  const double energy = others.energy * slope;
+  const long double log_ratio = likely ? std::log1p(rest / weight) : 0;
+  const long double log_total = likely ? log_ratio + y : std::log(total);
+  const long double energy = others.energy * slope;
   // log S + sum p (-y): nothing cancels. A likely target's own y stands in both and is taken out of both.
-  double entropy = likely ? log_ratio + (y * rest - energy) / total
-                          : log_total - (energy + (weight == 0 ? 0 : weight * y)) / total;
-  entropy = entropy < 0 ? 0 : entropy;
-  return {likely ? 0 - log_ratio : y - log_total, entropy, top * slope + log_total, top, total, rest};
+  const long double entropy = likely ? log_ratio + (y * rest - energy) / total
+                                     : log_total - (energy + (weight == 0 ? 0 : weight * y)) / total;
+  const auto number = [](long double x) { return static_cast<double>(x); };
+  return {number(likely ? 0 - log_ratio : y - log_total),
+          number(entropy < 0 ? 0 : entropy),
+          number(top * slope + log_total),
+          top,
+          number(total),
+          number(rest)};
 }
 
 template <class Simd, class In, bool kCap, bool kEntropy>

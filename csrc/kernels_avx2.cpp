@@ -1,5 +1,5 @@
 // Compiled for AVX2, FMA and F16C; all but the table is local to this file, so that nothing of it runs elsewhere.
-#ifdef GRPO_KERNELS_AVX2
+#ifdef GRPO_KERNELS_X86
 #include "kernels.h"
 #include "simd_avx2.h"
 

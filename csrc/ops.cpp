@@ -1,160 +1,16 @@
-// The operators of grpo_kernels/ops/schema.py for CPU tensors: checks, strides, threads. Stable ABI of torch alone.
+// The row operators of grpo_kernels/ops/schema.py for CPU tensors. Stable ABI of torch alone.
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
 
-#include <algorithm>
-#include <atomic>
-#include <cstdlib>
-#include <cstring>
-#include <limits>
-#include <optional>
-#include <string>
 #include <tuple>
 
-#include "rows.h"
+#include "tensors.h"
 
-#ifdef GRPO_KERNELS_AVX2
-#include <xmmintrin.h>
+#ifdef __linux__
+#include <sys/mman.h>
 #endif
 
 namespace grpo_kernels {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-// GRPO_KERNELS_CPU is read at each call, so that a test can compare.
-const Kernels& kernels() {
-  const char* asked = std::getenv("GRPO_KERNELS_CPU");
-  const std::string name = asked == nullptr ? "" : asked;
-  STD_TORCH_CHECK(
-      name.empty() || name == "avx2" || name == "baseline", "GRPO_KERNELS_CPU must be avx2 or baseline, got ", name,
-      ". Leave it unset for the best that this machine has.");
-#ifdef GRPO_KERNELS_AVX2
-  static const bool has_avx2 =
-      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  STD_TORCH_CHECK(has_avx2 || name != "avx2", "GRPO_KERNELS_CPU: this machine has no AVX2, FMA and F16C. Unset it.");
-  if (has_avx2 && name != "baseline") return avx2_kernels;
-#else
-  STD_TORCH_CHECK(name != "avx2", "GRPO_KERNELS_CPU: built without AVX2 for this architecture. Unset it.");
-#endif
-  return baseline_kernels;
-}
-
-// Results under the smallest normal number become 0: as subnormal numbers each would cost a hundred clocks.
-class FlushToZero {
-#ifdef GRPO_KERNELS_AVX2
- public:
-  FlushToZero() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8000u); }
-  ~FlushToZero() { _mm_setcsr(before_); }
-
- private:
-  unsigned before_;
-#else
- public:
-  FlushToZero() {}
-#endif
-};
-
-Type type_of(const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case ScalarType::Float: return kFloat;
-    case ScalarType::BFloat16: return kBFloat16;
-    case ScalarType::Half: return kHalf;
-    case ScalarType::Double: return kDouble;
-    default: STD_TORCH_CHECK(false, "grpo_kernels: logits must be float32, bfloat16, float16 or float64. Convert them.");
-  }
-}
-
-constexpr int64_t kSize[kTypes] = {4, 2, 2, 8};
-
-double masked_below(Type type) { return type == kHalf ? -65504.0 : -0x1.FEp127; }
-
-// Where row n of a tensor with rows [B, T] or [N] lies, in bytes.
-struct Rows {
-  char* data;
-  int64_t length, outer, inner;
-
-  char* at(int64_t n) const { return data + (n / length) * outer + (n % length) * inner; }
-};
-
-Rows matrix_rows(const Tensor& tensor, Type type) {
-  STD_TORCH_CHECK(tensor.dim() == 2 || tensor.dim() == 3, "grpo_kernels: logits must be [B, T, V] or [N, V].");
-  const auto sizes = tensor.sizes(), strides = tensor.strides();
-  const int64_t last = tensor.dim() - 1;
-  STD_TORCH_CHECK(sizes[last] <= 1 || strides[last] == 1, "grpo_kernels: the last axis of logits must have stride 1.");
-  char* data = static_cast<char*>(tensor.mutable_data_ptr());
-  if (last == 1) return {data, std::max<int64_t>(1, sizes[0]), 0, strides[0] * kSize[type]};
-  return {data, std::max<int64_t>(1, sizes[1]), strides[0] * kSize[type], strides[1] * kSize[type]};
-}
-
-// A tensor with one number per row, in the shape of the rows or broadcast to it.
-struct PerRow {
-  Rows rows{nullptr, 1, 0, 0};
-  ScalarType type = ScalarType::Float;
-
-  PerRow() = default;
-  PerRow(const Tensor& tensor, const Tensor& like) : type(tensor.scalar_type()) {
-    const auto sizes = tensor.sizes(), strides = tensor.strides(), shape = like.sizes();
-    const int64_t rank = like.dim(), own = tensor.dim(), size = tensor.element_size();
-    STD_TORCH_CHECK(own <= rank, "grpo_kernels: a tensor of one number per row has more axes than the rows.");
-    int64_t bytes[2] = {0, 0};
-    for (int64_t axis = 0; axis < own; ++axis) {
-      const int64_t place = rank - own + axis;
-      STD_TORCH_CHECK(
-          sizes[axis] == shape[place] || sizes[axis] == 1, "grpo_kernels: a tensor of one number per row must fit them.");
-      bytes[2 - rank + place] = sizes[axis] == 1 ? 0 : strides[axis] * size;
-    }
-    rows = {static_cast<char*>(const_cast<void*>(tensor.const_data_ptr())), std::max<int64_t>(1, shape[rank - 1]),
-            bytes[0], bytes[1]};
-  }
-
-  double number(int64_t n) const {
-    const char* at = rows.at(n);
-    return type == ScalarType::Double ? *reinterpret_cast<const double*>(at) : *reinterpret_cast<const float*>(at);
-  }
-  int64_t integer(int64_t n) const {
-    const char* at = rows.at(n);
-    return type == ScalarType::Long ? *reinterpret_cast<const int64_t*>(at) : *reinterpret_cast<const int32_t*>(at);
-  }
-};
-
-PerRow integers(const Tensor& tensor) {
-  const auto type = tensor.scalar_type();
-  STD_TORCH_CHECK(type == ScalarType::Long || type == ScalarType::Int, "grpo_kernels: targets must be int64 or int32.");
-  return PerRow(tensor, tensor);
-}
-
-PerRow numbers(const Tensor& tensor, const Tensor& like) {
-  const auto type = tensor.scalar_type();
-  STD_TORCH_CHECK(
-      type == ScalarType::Float || type == ScalarType::Double, "grpo_kernels: statistics are float32 or float64.");
-  return PerRow(tensor, like);
-}
-
-Transform transform_of(Type type, double temperature, double logit_scale, std::optional<double> softcap) {
-  return {(softcap ? 1.0 : logit_scale) / temperature, logit_scale, softcap.value_or(0.0), masked_below(type)};
-}
-
-// Rows one by one on torch's threads, each taking the next that is left; what a row gives depends on it alone.
-template <class Function>
-void for_each_row(int64_t rows, int64_t columns, const Function& function) {
-  constexpr int64_t kWork = 1 << 15;  // columns worth a thread
-  const int64_t run = std::max<int64_t>(1, kWork / std::max<int64_t>(1, columns));
-  const int64_t runs = (rows + run - 1) / run;
-  std::atomic<int64_t> next{0};
-  const auto work = [&](int64_t, int64_t) {
-    const FlushToZero flush;
-    for (int64_t i = next.fetch_add(1); i < runs; i = next.fetch_add(1)) {
-      for (int64_t n = i * run, end = std::min(rows, n + run); n < end; ++n) function(n);
-    }
-  };
-  const int64_t workers = std::min<int64_t>(runs, torch::stable::get_num_threads());
-  if (workers <= 1) return work(0, 1);
-  torch::stable::parallel_for(0, workers, 1, work);
-}
 
 using SixTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
@@ -169,11 +25,11 @@ SixTensors collect(
   STD_TORCH_CHECK(targets.dim() == logits.dim() - 1, "grpo_kernels: targets must have the leading shape of logits.");
   const PerRow ids = integers(targets), heat = numbers(temperature, targets);
   const auto dtype = type == kDouble ? ScalarType::Double : ScalarType::Float;
-  const auto fresh = [&] { return torch::stable::new_empty(logits, targets.sizes(), dtype); };
+  const auto shape = targets.sizes();
   const int64_t nothing[1] = {0};
   Tensor outputs[6] = {
-      fresh(), entropy ? fresh() : torch::stable::new_empty(logits, {nothing, 1}, dtype), fresh(), fresh(), fresh(),
-      fresh()};
+      fresh(shape, dtype), entropy ? fresh(shape, dtype) : fresh({nothing, 1}, dtype), fresh(shape, dtype),
+      fresh(shape, dtype), fresh(shape, dtype), fresh(shape, dtype)};
   void* places[6];
   for (int i = 0; i < 6; ++i) places[i] = outputs[i].mutable_data_ptr();
   for_each_row(count, columns, [&](int64_t n) {
@@ -217,10 +73,10 @@ SixTensors row_weights_(
       });
 }
 
-void row_grad_into(
+void write_gradient(
     const Tensor& logits, const Tensor& out, const Tensor& targets, const Tensor& temperature, double logit_scale,
     std::optional<double> softcap, const Tensor& entropy, const Tensor& row_max, const Tensor& sum_exp,
-    const Tensor& sum_others, const Tensor& grad_logps, const std::optional<Tensor>& grad_entropy) {
+    const Tensor& sum_others, const Tensor& grad_logps, const std::optional<Tensor>& grad_entropy, int64_t work_of_run) {
   const Type type = type_of(logits), out_type = type_of(out);
   const Rows rows = matrix_rows(logits, type), out_rows = matrix_rows(out, out_type);
   const int64_t columns = logits.size(logits.dim() - 1);
@@ -243,17 +99,41 @@ void row_grad_into(
         0, with_entropy ? spread.number(n) : 0.0, 0, top.number(n), total.number(n), others.number(n)};
     const Transform transform = transform_of(type, heat.number(n), logit_scale, softcap);
     function(rows.at(n), to, out_type, columns, target, transform, stats, upstream);
-  });
+  }, work_of_run);
+}
+
+void row_grad_into(
+    const Tensor& logits, const Tensor& out, const Tensor& targets, const Tensor& temperature, double logit_scale,
+    std::optional<double> softcap, const Tensor& entropy, const Tensor& row_max, const Tensor& sum_exp,
+    const Tensor& sum_others, const Tensor& grad_logps, const std::optional<Tensor>& grad_entropy) {
+  write_gradient(
+      logits, out, targets, temperature, logit_scale, softcap, entropy, row_max, sum_exp, sum_others, grad_logps,
+      grad_entropy, kThread);
+}
+
+// Pages of 2 MiB for a buffer that is about to be written for the first time: a fault for each 4 KiB would take longer
+// than the gradient itself. A hint, whose refusal changes nothing.
+void prefer_huge_pages(const Tensor& fresh) {
+#ifdef MADV_HUGEPAGE
+  const auto begin = reinterpret_cast<uintptr_t>(fresh.mutable_data_ptr());
+  const uintptr_t end = begin + fresh.numel() * fresh.element_size();
+  const uintptr_t first = (begin + kHugePage - 1) / kHugePage * kHugePage, last = end / kHugePage * kHugePage;
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
 }
 
 Tensor row_grad(
     const Tensor& logits, const Tensor& targets, const Tensor& temperature, double logit_scale,
     std::optional<double> softcap, const Tensor& entropy, const Tensor& row_max, const Tensor& sum_exp,
     const Tensor& sum_others, const Tensor& grad_logps, const std::optional<Tensor>& grad_entropy) {
-  Tensor grad = torch::stable::new_empty(logits, logits.sizes());
-  row_grad_into(
+  Tensor grad = fresh(logits.sizes(), logits.scalar_type());
+  prefer_huge_pages(grad);
+  // Up to four pages to a thread, as the balance allows: where two threads meet in one, one of them waits until the
+  // other has cleared it.
+  const int64_t page = kHugePage / grad.element_size(), balanced = grad.numel() / (4 * torch::stable::get_num_threads());
+  write_gradient(
       logits, grad, targets, temperature, logit_scale, softcap, entropy, row_max, sum_exp, sum_others, grad_logps,
-      grad_entropy);
+      grad_entropy, std::max(kThread, std::min(4 * page, balanced)));
   return grad;
 }
 

@@ -42,8 +42,8 @@ struct Kernels {
 };
 
 extern const Kernels baseline_kernels;
-#ifdef GRPO_KERNELS_AVX2
-extern const Kernels avx2_kernels;
+#ifdef GRPO_KERNELS_X86
+extern const Kernels avx2_kernels, avx512_kernels;
 #endif
 
 }  // namespace grpo_kernels

@@ -8,9 +8,12 @@
 namespace grpo_kernels {
 namespace {
 
-inline double sum_of(__m256d x) {
-  const __m128d pair = _mm_add_pd(_mm256_castpd256_pd128(x), _mm256_extractf128_pd(x, 1));
-  return _mm_cvtsd_f64(_mm_add_sd(pair, _mm_unpackhi_pd(pair, pair)));
+inline long double sum_of(__m256d x) {
+  double lane[4];
+  _mm256_storeu_pd(lane, x);
+  long double sum = 0;
+  for (const double one : lane) sum += one;
+  return sum;
 }
 
 struct Avx2Float {
@@ -40,7 +43,7 @@ struct Avx2Float {
       low = _mm256_add_pd(low, _mm256_cvtps_pd(_mm256_castps256_ps128(x)));
       high = _mm256_add_pd(high, _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1)));
     }
-    inline double all() const { return sum_of(_mm256_add_pd(low, high)); }
+    inline long double all() const { return sum_of(low) + sum_of(high); }
   };
   static inline float largest(Vector x) {
     __m128 top = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
@@ -114,7 +117,7 @@ struct Avx2Double {
       lost = _mm256_add_pd(lost, _mm256_add_pd(_mm256_sub_pd(value, _mm256_sub_pd(total, rest)), _mm256_sub_pd(x, rest)));
       value = total;
     }
-    inline double all() const { return sum_of(value) + sum_of(lost); }
+    inline long double all() const { return sum_of(value) + sum_of(lost); }
   };
   static inline double largest(Vector x) {
     const __m128d pair = _mm_max_pd(_mm256_castpd256_pd128(x), _mm256_extractf128_pd(x, 1));

@@ -135,8 +135,8 @@ struct Plain {
         value[i] = total;
       }
     }
-    inline double all() const {
-      double sum = 0, rest = 0;
+    inline long double all() const {
+      long double sum = 0, rest = 0;
       for (int i = 0; i < kLanes; ++i) sum += value[i], rest += lost[i];
       return sum + rest;
     }

@@ -83,7 +83,10 @@ def reinforce_plus_plus_advantages(
     centred = _by_group(
         rewards, group_size, group_ids, lambda values, groups: _normalise(values, groups, baseline, "none", ddof, 0.0)
     )
-    return _whitened(centred, torch.isnan(rewards), lengths, ddof, eps, keep_zeros=baseline != "none")
+    silent = torch.isnan(rewards)
+    if baseline != "none":
+        silent = _by_group(rewards, group_size, group_ids, _silent) > 0
+    return _whitened(centred, torch.isnan(rewards), silent, lengths, ddof, eps)
 
 
 def gdpo_advantages(
@@ -128,7 +131,8 @@ def gdpo_advantages(
     ]
     total = sum(part if weights is None else part * weights[k] for k, part in enumerate(parts))
     eps = eps if lengths is None else 1e-8
-    return _whitened(total, torch.isnan(rewards).all(1), lengths, ddof, eps, keep_zeros=True)  # type: ignore[arg-type]
+    silent = torch.stack([_by_group(column, group_size, group_ids, _silent) for column in columns]).amin(0) > 0
+    return _whitened(total, torch.isnan(rewards).all(1), silent, lengths, ddof, eps)  # type: ignore[arg-type]
 
 
 def pass_at_k_advantages(
@@ -265,7 +269,7 @@ def _falling_ratio(top: Tensor, bottom: Tensor, k: int) -> Tensor:
 
 
 def _whitened(
-    values: Tensor, unscored: Tensor, lengths: Tensor | None, ddof: int, eps: float, keep_zeros: bool
+    values: Tensor, unscored: Tensor, silent: Tensor, lengths: Tensor | None, ddof: int, eps: float
 ) -> Tensor:
     """(values - mean) / deviation over scored responses, or over their tokens; see the two that call it. float32."""
     scored = ~unscored
@@ -277,8 +281,15 @@ def _whitened(
     result = residual / (variance.sqrt() + eps if lengths is None else (variance + eps).sqrt())
     top, bottom = (torch.where(scored, s * values, -torch.inf) for s in (1.0, -1.0))
     equal = top.amax() == -bottom.amax() if values.numel() else unscored.any()
-    zero = unscored | equal | ((values == 0) if keep_zeros else torch.zeros_like(unscored))
-    return torch.where(zero, 0.0, result).to(torch.float32)
+    return torch.where(unscored | silent | equal, 0.0, result).to(torch.float32)
+
+
+def _silent(rewards: Tensor, groups: Layout) -> Tensor:
+    """1 where a response is unscored, or the scored rewards of its group are all equal, else 0."""
+    scored = ~torch.isnan(rewards)
+    top = groups.max(torch.where(scored, rewards, -torch.inf))
+    bottom = -groups.max(torch.where(scored, -rewards, -torch.inf))
+    return (~scored | groups.spread(top <= bottom)).to(rewards.dtype)
 
 
 def _batch_std(rewards: Tensor, scored: Tensor, ddof: int) -> Tensor:

@@ -103,7 +103,8 @@ def check_loss_arguments(
          "rewards": rewards},
     )  # fmt: skip
     inside = mask
-    if cu_seqlens is not None and checks.reads_data(cu_seqlens):
+    within = cu_seqlens is not None and checks.reads_data(cu_seqlens)
+    if cu_seqlens is not None and within:
         inside = torch.arange(ids.shape[0], device=ids.device) < cu_seqlens[-1]
         inside = inside if mask is None else inside & (mask != 0)
     checks.check_ids_below(name, "completion_ids", ids, inside, vocabulary)
@@ -128,6 +129,7 @@ def check_loss_arguments(
     call = LossCall(
         RowCall(), heat, cu_seqlens, _detached(weight), scale, entropy_scale,
         rollout_per_token_logps=_detached(sampled), prompts=prompts, generator=generator,
+        live=live if cu_seqlens is None or within else None,
     )  # fmt: skip
     return LossArguments(
         config, _detached(advantages), _detached(rewards), group_size, group_ids, _detached(old), _detached(ref),
@@ -201,9 +203,12 @@ def _check_source(
 
 def check_temperature(
     function: str, anchor: str, temperature: object, dtype: torch.dtype, ids: Tensor, cu_seqlens: Tensor | None,
-    live: Tensor,
+    live: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """The temperature as a tensor; what it holds at a dead token, or for a dead sequence, is never used."""
+    """The temperature as a tensor; what it holds at a dead token, or for a dead sequence, is never used.
+
+    `live` is needed for a tensor.
+    """
     layout = None if ids.ndim == 1 and cu_seqlens is None else make_layout(ids.shape, cu_seqlens)
     value = checks.check_temperature(function, temperature, ids, 1 if layout is None else layout.num_sequences)
     if not isinstance(value, Tensor):
@@ -215,9 +220,9 @@ def check_temperature(
         value = value.reshape(())
     if value.ndim == 0:
         value = value.clone()  # one made in inference mode could not be saved for backward
-    elif value.shape == ids.shape:
+    elif live is not None and value.shape == ids.shape:
         value = torch.where(live, value, 1.0)
-    elif value.ndim == 2 and layout is not None:
+    elif live is not None and value.ndim == 2 and layout is not None:
         value = torch.where(layout.sum(live.to(value.dtype)).unsqueeze(1) > 0, value, 1.0)
     checks.check_temperature_values(function, value)
     return value

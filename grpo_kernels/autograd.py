@@ -48,12 +48,14 @@ def _row_gradient(ctx: Any, grad_logps: Tensor, grad_entropy: Tensor | None, row
         logits, targets, temperature, saved.logit_scale, saved.softcap, entropy, row_max, sum_exp, sum_others,
         grad_logps, grad_entropy,
     )  # fmt: skip
-    with torch.no_grad():
-        if not saved.call.inplace:
-            grad: Tensor = row_op("row_grad", saved.call.impl)(*arguments)
-            return grad
-        row_op("row_grad_", saved.call.impl)(*arguments)
-        return logits
+    if torch.is_grad_enabled():  # create_graph: entering a context costs a small call, so only then
+        with torch.no_grad():
+            return _row_gradient(ctx, grad_logps, grad_entropy, rows)
+    if not saved.call.inplace:
+        grad: Tensor = row_op("row_grad", saved.call.impl)(*arguments)
+        return grad
+    row_op("row_grad_", saved.call.impl)(*arguments)
+    return logits
 
 
 class _OnceDifferentiable(torch.autograd.Function):
@@ -124,7 +126,10 @@ class PerTokenLogpsFunction(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """Row statistics."""
         call = _resolved("per_token_logps", call, logits.device)
-        kept = torch.where(live_rows(targets, mask, logits.shape[-1]), targets, DEAD)
+        if call.all_live:
+            kept = targets.clone()  # the caller may go on to write into its own
+        else:
+            kept = torch.where(live_rows(targets, mask, logits.shape[-1]), targets, DEAD)
         heat = temperature_tensor(config, temperature, stats_dtype(logits), logits.device)
         logps, entropy, lse, row_max, sum_exp, sum_others = row_op("row_stats", call.impl)(
             logits, kept, heat, config.logit_scale, config.softcap, config.needs_entropy

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import backends, objective
+from . import backends, objective, observers
 from .autograd import detached_outputs, once_differentiable
 from .compiling import outside_compile
 from .config import GRPOLossConfig
@@ -167,8 +167,12 @@ def _wanted(given: TokenData, rows: Rows, call: LinearCall) -> tuple[Tensor, Ten
     whole = objective.whole_because(config, given.old is None) is not None
     if whole or config.beta != 0 or config.entropy_coef != 0 or not config.row.silent_at_zero:
         return given.live, None
+    observer = observers.current()
+    if observer is not None and observer.in_order:
+        return given.live, None
     moving = given.live & (given.advantages != 0)
-    unseen = given.old is None and not config.needs_entropy and not call.per_token and given.rollout is None
+    hidden = given.old is None and not config.needs_entropy and not call.per_token
+    unseen = hidden and given.rollout is None and observer is None
     return moving, None if unseen else given.live
 
 

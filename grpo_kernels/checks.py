@@ -283,10 +283,13 @@ def check_choice(function: str, argument: str, value: object, choices: Sequence[
         raise ValueError(complain(function, argument, f"must be one of {', '.join(choices)}", repr(value), advice))
 
 
-def check_ids_below(function: str, argument: str, ids: Tensor, mask: Tensor | None, vocabulary: int) -> None:
-    """Live ids below V; negative ids mean dead."""
+def check_ids_below(function: str, argument: str, ids: Tensor, mask: Tensor | None, vocabulary: int) -> bool:
+    """Live ids below V; negative ids mean dead. Returns whether every row is known to count."""
     if not reads_data(ids) or ids.numel() == 0:
-        return
+        return False
+    lowest, highest = ids.aminmax()
+    if int(highest) < vocabulary:
+        return mask is None and int(lowest) >= 0
     bad = ids >= vocabulary
     if mask is not None:
         bad = bad & (mask != 0)
@@ -294,11 +297,14 @@ def check_ids_below(function: str, argument: str, ids: Tensor, mask: Tensor | No
         got = f"{int(ids[bad].reshape(-1)[0])} with V = {vocabulary}"
         advice = "Mask such tokens out, or give them a negative id."
         raise ValueError(complain(function, argument, "must hold ids below V where they count", got, advice))
+    return False
 
 
 def check_live_finite(function: str, argument: str, values: Tensor | None, live: Tensor) -> None:
     """Log-probabilities that count are finite."""
     if values is None or not reads_data(values) or values.numel() == 0:
+        return
+    if math.isfinite(values.detach().sum()):  # then each is; where one is not, or the sum overflows, each is looked at
         return
     bad = live & ~torch.isfinite(values)
     if bool(bad.any()):

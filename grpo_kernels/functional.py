@@ -63,10 +63,11 @@ def per_token_logps(
     mask = checks.check_mask(name, "mask", mask, "targets", targets)
     checks.check_device(name, "logits", logits.device, {"mask": mask})
     config = row_config(name, softcap, logit_scale, entropy)
-    checks.check_ids_below(name, "targets", targets, mask, logits.shape[-1])
-    live = live_rows(targets, mask, logits.shape[-1])
+    all_live = checks.check_ids_below(name, "targets", targets, mask, logits.shape[-1])
+    live = live_rows(targets, mask, logits.shape[-1]) if isinstance(temperature, Tensor) else None
     heat = check_temperature(name, "logits", temperature, stats_dtype(logits), targets, None, live)
-    call = RowCall(backends.resolve(name, impl, logits.device), checks.check_inplace(name, logits, inplace))
+    inplace = checks.check_inplace(name, logits, inplace)
+    call = RowCall(backends.resolve(name, impl, logits.device), inplace, all_live)
     logps, entropies, lse = PerTokenLogpsFunction.apply(  # type: ignore[no-untyped-call]
         logits, targets, None if mask is None else mask.detach(), heat, config, call
     )[-3:]
@@ -149,9 +150,8 @@ def grpo_loss(
     )  # fmt: skip
     rows = RowCall(backends.resolve(name, impl, logits.device), checks.check_inplace(name, logits, inplace))
     call = given.call._replace(rows=rows)
-    in_kernel = (
-        cu_seqlens is None and group_ids is None and backends.loss_op(config, rows.impl, given.old is None) is not None
-    )
+    one_pass = backends.loss_op(config, rows.impl, given.old is None) is not None
+    in_kernel = one_pass and backends.normalises_rewards(rows.impl) and cu_seqlens is None and group_ids is None
     if given.rewards is not None and in_kernel and given.rewards.dtype in (torch.float32, stats_dtype(logits)):
         values = given.rewards
         call = call._replace(group_size=group_size or max(1, len(values)))

@@ -66,7 +66,7 @@ class Head:
         panel = min(backends.panel_rows(self.hidden.device), fitting)
         rows = self.hidden.shape[:-1].numel()
         if chunk_bytes is None:
-            fitting = min(fitting, backends.slab_rows(self.hidden.device))
+            fitting = min(fitting, backends.slab_rows(self.hidden.device, self.vocabulary))
             budget = fitting * per_row
         height = min(fitting // panel, -(-rows // panel)) * panel
         return Sizes(max(panel, height), panel, max(budget, per_row))

@@ -18,6 +18,8 @@ class RowCall(NamedTuple):
 
     impl: str = "auto"
     inplace: bool = False
+    all_live: bool = False
+    """Every row is known to count."""
 
 
 class LossCall(NamedTuple):
@@ -35,6 +37,8 @@ class LossCall(NamedTuple):
     prompts: Tensor | None = None
     """Which prompt each sequence answers: `layout.prompt_index`."""
     generator: torch.Generator | None = None
+    live: Tensor | None = None
+    """Which tokens count, where the checks have found it out; like the ids."""
 
 
 def temperature_tensor(
@@ -74,9 +78,11 @@ def token_inputs(
 ) -> TokenData:  # fmt: skip
     """Everything of a call as token tensors."""
     layout = make_layout(completion_ids.shape, call.cu_seqlens, call.prompts)
-    live = live_rows(completion_ids, completion_mask, vocabulary)
-    inside = layout.inside()
-    live = live if inside is None else live & inside
+    live = call.live
+    if live is None:
+        live = live_rows(completion_ids, completion_mask, vocabulary)
+        inside = layout.inside()
+        live = live if inside is None else live & inside
     temperature = temperature_tensor(config, call.temperature, dtype, completion_ids.device)
     if call.cu_seqlens is not None and temperature.ndim == 2:
         # tokens outside every sequence are dead: any positive number serves

@@ -14,7 +14,7 @@ from grpo_kernels import backends
 BLOCK = 2048  # columns summed relative to one maximum, on each side of the target
 CHAIN = 128  # columns of a float32 sum before it goes to float64; a step is 16, of float64 8
 WIDTHS = [1, 2, 3, 7, 8, 9, 15, 16, 17, 33, CHAIN - 1, CHAIN, CHAIN + 1, BLOCK, BLOCK + 2, 2 * BLOCK + CHAIN + 18]
-INSTRUCTION_SETS = ["avx2", "baseline"]
+INSTRUCTION_SETS = ["avx512", "avx2", "baseline"]
 MISSING = backends.report()["cpp"]
 needs_cpp = pytest.mark.skipif(not MISSING.startswith("available"), reason=MISSING)
 

@@ -127,7 +127,7 @@ def vespo_weight(log_w: Any, a: Any, opt: Options) -> Any:
     return np.exp(real(lam) + real(k) * log_w - real(lam) * np.exp(log_w))
 
 
-def kl(d: Any, opt: Options) -> tuple[Any, Any]:
+def kl_term(d: Any, opt: Options) -> tuple[Any, Any]:
     """`(k, dk/dp)` with `d = f - p`."""
     name, (most_gap, most_value) = opt.kl_estimator, opt.kl_clamp
     held, moves = d, True

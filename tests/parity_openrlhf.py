@@ -13,7 +13,7 @@ from torch import Tensor
 
 need("openrlhf")
 
-OPENRLHF = openrlhf
+OPENRLHF = openrlhf()
 
 
 def loss(
@@ -22,7 +22,7 @@ def loss(
     with_rollout: bool = False, **policy: Any,
 ) -> tuple[Tensor, dict[str, float]]:  # fmt: skip
     """The loss of one micro-batch and the metrics of its step; `policy` are the arguments of PolicyLoss."""
-    trainer = OPENRLHF().actor.ActorPPOTrainer.__new__(OPENRLHF().actor.ActorPPOTrainer)
+    trainer = OPENRLHF.actor.ActorPPOTrainer.__new__(OPENRLHF.actor.ActorPPOTrainer)
     handed: list[Tensor] = []
     trainer.strategy = SimpleNamespace(
         ring_attn_group=None, backward=lambda value, *_: handed.append(value), optimizer_step=lambda *_, **__: None,
@@ -40,8 +40,8 @@ def loss(
     trainer.aux_loss, trainer.ema_model, trainer.replay_buffer = False, None, None
     trainer.actor_scheduler, trainer.actor_optim = SimpleNamespace(get_last_lr=lambda: [0.0]), None
     trainer.actor = Actor(logps, entropy)
-    trainer.actor_loss_fn = OPENRLHF().loss.PolicyLoss(**policy)
-    experience = OPENRLHF().actor.Experience(
+    trainer.actor_loss_fn = OPENRLHF.loss.PolicyLoss(**policy)
+    experience = OPENRLHF.actor.Experience(
         sequences=batch.ids, action_mask=batch.mask, attention_mask=batch.mask, action_log_probs=wide(batch.old),
         advantages=batch.token_advantages(), base_action_log_probs=wide(batch.ref),
         rollout_log_probs=wide(batch.rollout) if with_rollout else None,
@@ -68,7 +68,7 @@ class Actor:
 
 def advantages(rewards: Tensor, mask: Tensor, group_size: int, estimator: str, no_std_norm: bool = False) -> Tensor:
     """`[B, T]` advantages of OpenRLHF's experience maker for consecutive groups, without a KL in the reward."""
-    maker = OPENRLHF().maker.RemoteExperienceMaker.__new__(OPENRLHF().maker.RemoteExperienceMaker)
+    maker = OPENRLHF.maker.RemoteExperienceMaker.__new__(OPENRLHF.maker.RemoteExperienceMaker)
     algo = SimpleNamespace(estimator=estimator, gamma=1.0, lambd=1.0, no_std_norm=no_std_norm)
     args = SimpleNamespace(
         rollout=SimpleNamespace(n_samples_per_prompt=group_size), reward=SimpleNamespace(clip_range=None),
@@ -76,7 +76,7 @@ def advantages(rewards: Tensor, mask: Tensor, group_size: int, estimator: str, n
     )  # fmt: skip
     maker.strategy, maker.advantage_estimator = SimpleNamespace(args=args), estimator
     maker.kl_ctl = SimpleNamespace(value=0.0)
-    experience = OPENRLHF().actor.Experience(
+    experience = OPENRLHF.actor.Experience(
         rewards=wide(rewards), index=list(range(len(rewards))), action_mask=mask,
         kl=wide(torch.zeros(mask.shape, dtype=torch.float64)),
     )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 import zipfile
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -39,10 +40,10 @@ def test_a_build_beside_torch_is_one_wheel_for_every_python(compiled: Path, tmp_
     (library,) = (name for name in names if name.endswith((".so", ".pyd")))
     assert library.startswith("grpo_kernels/_cpp.abi3.") or library.endswith(".pyd")
     program = COMPUTE + "print(gk.backends.last_used(), gk.backends.report()['cpp'])"
-    file, loss, used, report = run_python(program, cwd=tmp_path, tree=tmp_path / "site").split(maxsplit=3)
+    file, loss, *used, report = run_python(program, cwd=tmp_path, tree=tmp_path / "site").split(maxsplit=4)
     assert Path(file).is_relative_to(tmp_path)
     assert float(loss) == pytest.approx(-0.5, abs=1e-6)
-    assert used == "cpp" and report.startswith("available on CPU tensors")
+    assert used == ["cpp", "one-pass"] and report.startswith("available on CPU tensors")
 
 
 def test_nothing_but_the_stable_interface_of_torch_is_linked(compiled: Path, tmp_path: Path) -> None:
@@ -58,7 +59,14 @@ def test_nothing_but_the_stable_interface_of_torch_is_linked(compiled: Path, tmp
     assert of_torch and all(name.startswith(("aoti_torch_", "torch_")) for name in of_torch), of_torch
     assert not {name for name in wanted if name.startswith(("Py", "_Py"))}
     defined = {line.split()[-1] for line in listing.splitlines() if line.split()[-2] == "T"}
-    assert not {name for name in defined if "grpo_kernels" in name}
+    assert {name for name in defined if "grpo_kernels" in name} == {"grpo_kernels_formulas"}
+
+
+def test_the_wheel_keeps_what_its_abi3_tag_says(compiled: Path) -> None:
+    command = [sys.executable, "-m", "abi3audit", "--strict", "--report", str(compiled)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "_cpp.abi3" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -78,7 +86,7 @@ def test_without_them_the_wheel_is_pure(environment: dict[str, str], tree: Path,
 def test_a_source_that_does_not_compile_is_left_out_unless_insisted_on(tmp_path: Path) -> None:
     broken, out = copy_tree(tmp_path / "tree"), tmp_path / "wheel"
     (broken / "csrc" / "kernels_avx2.cpp").write_text("#error on purpose\n")
-    for source in ("ops.cpp", "kernels_baseline.cpp"):
+    for source in ("ops.cpp", "loss_ops.cpp", "kernels_avx512.cpp", "kernels_baseline.cpp"):
         (broken / "csrc" / source).write_text("\n")  # takes no time
     assert wheel_in(out, build(broken, out, HERE)).name.endswith("-py3-none-any.whl")
     insisted = build(broken, out, HERE, GRPO_KERNELS_BUILD_CPP="1")
@@ -117,10 +125,10 @@ def test_a_library_of_something_else_is_reported_not_raised(tmp_path: Path, monk
 
 
 @needs_cpp
-@pytest.mark.parametrize("value", ["avx512", "AVX2"])
+@pytest.mark.parametrize("value", ["sse2", "AVX2"])
 def test_an_unknown_instruction_set_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     monkeypatch.setenv("GRPO_KERNELS_CPU", value)
-    with pytest.raises(RuntimeError, match=f"GRPO_KERNELS_CPU must be avx2 or baseline, got {value}"):
+    with pytest.raises(RuntimeError, match=f"GRPO_KERNELS_CPU must be avx512, avx2 or baseline, got {value}"):
         torch.ops.grpo_kernels.row_stats_cpp(torch.zeros(1, 2), torch.zeros(1).long(), torch.ones(()), 1.0, None, False)

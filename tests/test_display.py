@@ -41,6 +41,7 @@ SUMMARY = {
     "peak_memory_mb": 1812,
     "parameters": 912_345,
     "device": "cpu",
+    "loss_step": {"ours_ms": 3.81, "eager_ms": 7.5, "ran": "cpp fast", "tokens": 578, "vocabulary": 32_000},
     "settings": {"output_dir": "runs/sums"},
 }
 
@@ -94,6 +95,7 @@ def test_the_summary_says_what_was_gained(capsys: pytest.CaptureFixture[str]):
     assert "time 1 min 27 s: warm-up 16.2 s, sampling 1 min 11 s, scoring 0.2 s" in text
     assert "0.9 M parameters on cpu" in text
     assert "peak memory 1,812 MiB" in text
+    assert "loss step 3.81 ms (cpp fast), eager torch 7.50 ms; 578 tokens, V = 32,000, with gradients" in text
     assert "runs/sums: curves.png" in text
 
 

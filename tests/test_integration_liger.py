@@ -285,8 +285,8 @@ def test_the_storage_of_the_logits_is_given_away_where_it_can_be(inplace: bool, 
     leaf = logits.clone().requires_grad_()
     made = leaf * 1.0
     made.retain_grad()
-    loss = ours.triton_grpo_loss(made, inplace=inplace, reduce=reduce, **arguments)[0]
     before = made.detach().clone()
+    loss = ours.triton_grpo_loss(made, inplace=inplace, reduce=reduce, **arguments)[0]
     loss.sum().backward()
     assert torch.equal(made.detach(), before) != inplace
     for other in (logits.clone().requires_grad_(), (logits.clone().requires_grad_() * 1.0)[:]):  # a leaf, a view

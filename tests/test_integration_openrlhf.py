@@ -57,7 +57,7 @@ def test_our_loss_is_openrlhfs(
 
     options = options | {"shape": options["shape"] | {"empty_rows": correction["is_correction_level"] != "seq"}}
     batch, theirs = loud(run, seed, **options["shape"])
-    with mock.patch.object(openrlhf.OPENRLHF().loss, "PolicyLoss", PolicyLoss):
+    with mock.patch.object(openrlhf.OPENRLHF.loss, "PolicyLoss", PolicyLoss):
         ours = run_theirs(batch, run)
     assert_equal(ours.loss, theirs.loss, f"{options} {correction} loss")
     assert_equal(ours.grad, theirs.grad, f"{options} {correction} gradient")
@@ -67,7 +67,7 @@ def test_our_loss_is_openrlhfs(
 
 
 def test_the_signatures_are_openrlhfs(openrlhf: ModuleType) -> None:
-    theirs = openrlhf.OPENRLHF().loss.PolicyLoss
+    theirs = openrlhf.OPENRLHF.loss.PolicyLoss
     for method in ("__init__", "forward"):
         ours, wanted = (inspect.signature(getattr(cls, method)).parameters for cls in (PolicyLoss, theirs))
         assert {k: (p.kind, p.default) for k, p in ours.items()} == {

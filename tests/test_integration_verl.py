@@ -29,7 +29,6 @@ def verl() -> ModuleType:
 @pytest.fixture(scope="module")
 def ours(verl: ModuleType) -> ModuleType:
     """The integration, which registers itself with verl."""
-    verl.VERL()
     with stand_ins():
         return importlib.import_module("grpo_kernels.integrations.verl")
 
@@ -43,7 +42,7 @@ def both(verl: ModuleType, mode: str, seed: int, options: dict[str, Any]) -> tup
             weights = None if options["rollout"] is None else verl.rollout_weights(batch, *options["rollout"])
             torch.manual_seed(seed)  # clip_cov draws from the global generator
             return verl.loss(
-                verls(verl, loss_mode, options, batch.ids.shape[1]), batch, logps, entropy, dp_size=dp_size,
+                verls(verl, loss_mode, options), batch, logps, entropy, dp_size=dp_size,
                 batch_num_tokens=tokens, global_batch_size=sequences, weights=weights,
             )  # fmt: skip
 
@@ -73,11 +72,11 @@ def test_our_losses_are_verls(
 
 
 def test_every_loss_of_verl_is_registered(verl: ModuleType, ours: ModuleType) -> None:
-    registry = verl.VERL().core.POLICY_LOSS_REGISTRY
+    registry = verl.VERL.core.POLICY_LOSS_REGISTRY
     assert set(ours.POLICY_LOSSES) == {name for name in registry if not name.startswith("gk_")} - {"bypass_mode"}
     for name in ours.POLICY_LOSSES:
         theirs, our = (
-            inspect.signature(verl.VERL().core.get_policy_loss_fn(key)).parameters for key in (name, f"gk_{name}")
+            inspect.signature(verl.VERL.core.get_policy_loss_fn(key)).parameters for key in (name, f"gk_{name}")
         )
         assert list(our) == list(theirs)
         assert {k: p.default for k, p in our.items() if k != "loss_agg_mode"} == {
@@ -95,7 +94,7 @@ def test_parts_of_a_global_batch_add_up(verl: ModuleType, ours: ModuleType, agg:
     def loss(rows: slice, **info: Any) -> Tensor:
         config = verl.actor_config("gk_vanilla", loss_agg_mode=agg, loss_scale_factor=4)
         config.global_batch_info.update(info, loss_scale_factor=4)
-        function = verl.VERL().core.get_policy_loss_fn("gk_vanilla")
+        function = verl.VERL.core.get_policy_loss_fn("gk_vanilla")
         value, _ = function(
             old_log_prob=old[rows] * 0.1, log_prob=logps[rows] * 0.1, advantages=advantages[rows],
             response_mask=mask[rows], loss_agg_mode=agg, config=config,
@@ -115,11 +114,11 @@ def test_an_option_that_is_no_clip_is_refused(verl: ModuleType, ours: ModuleType
     config = verl.actor_config("gk_vanilla", clip_ratio_low=1.2)
     one = torch.ones(1, 1)
     with pytest.raises(ValueError, match=r"epsilon must be in \[0, 1\), got 1.2"):
-        verl.VERL().core.get_policy_loss_fn("gk_vanilla")(one, one, one, one, "token-mean", config)
+        verl.VERL.core.get_policy_loss_fn("gk_vanilla")(one, one, one, one, "token-mean", config)
 
 
 def test_geo_mean_takes_one_advantage_per_sequence(verl: ModuleType, ours: ModuleType) -> None:
-    function = verl.VERL().core.get_policy_loss_fn("gk_geo_mean")
+    function = verl.VERL.core.get_policy_loss_fn("gk_geo_mean")
     one, advantages = torch.ones(1, 2), torch.tensor([[1.0, -1.0]])
     with pytest.raises(ValueError, match="advantages must be one per sequence"):
         function(-one, -one, advantages, one, "token-mean", verl.actor_config("gk_geo_mean"))
@@ -195,7 +194,7 @@ def test_a_split_vocabulary_is_refused(ours: ModuleType, monkeypatch: pytest.Mon
 def test_a_nan_where_the_mask_is_0_reaches_nothing(verl: ModuleType, ours: ModuleType) -> None:
     leaf = torch.tensor([[-1.0, float("nan")], [-2.0, -0.5]], requires_grad=True)
     mask = torch.tensor([[1, 0], [1, 1]])
-    function = verl.VERL().core.get_policy_loss_fn("gk_vanilla")
+    function = verl.VERL.core.get_policy_loss_fn("gk_vanilla")
     old = torch.tensor([[-1.1, float("inf")], [-2.0, -0.6]])
     loss, metrics = function(old, leaf, torch.tensor([[1.0, float("nan")], [-1.0, -1.0]]), mask, "token-mean",
                              verl.actor_config("gk_vanilla"))  # fmt: skip
@@ -208,7 +207,7 @@ def test_a_nan_where_the_mask_is_0_reaches_nothing(verl: ModuleType, ours: Modul
 
 def test_gradients_are_none_of_the_other_inputs(verl: ModuleType, ours: ModuleType) -> None:
     values = [wide(torch.zeros(1, 2)).requires_grad_() for _ in range(3)]
-    loss, _ = verl.VERL().core.get_policy_loss_fn("gk_vanilla")(
+    loss, _ = verl.VERL.core.get_policy_loss_fn("gk_vanilla")(
         *values, torch.ones(1, 2), "token-mean", verl.actor_config("gk_vanilla")
     )
     grads = torch.autograd.grad(loss, values, allow_unused=True)

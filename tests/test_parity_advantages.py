@@ -15,6 +15,7 @@ from parity_support import Draw, assert_equal, draw, draws
 from torch import Tensor
 
 import grpo_kernels as gk
+from grpo_kernels import advantages
 
 RTOL = 1e-6
 SHAPES = {"seed": st.integers(0, 10**6), "groups": st.integers(1, 4), "size": st.sampled_from([2, 3, 5])}
@@ -86,17 +87,20 @@ def test_normalize_then_sum_is_gdpo(
         responses(seed, len(rewards)), rewards, torch.tensor(weights).double(), num_generations=size,
         multi_objective_aggregation="normalize_then_sum",
     )  # fmt: skip
-    agree(gk.gdpo_advantages(rewards, torch.tensor(weights).double(), group_size=size), scorer.score()["advantages"])
+    agree(
+        advantages.gdpo_advantages(rewards, torch.tensor(weights).double(), group_size=size),
+        scorer.score()["advantages"],
+    )
 
 
 def test_the_rewards_of_the_loss_are_trls_defaults(trl: ModuleType) -> None:
     batch = responses(3, 6)
     rewards = rewards_of(3, 6)
-    advantages = trl.Scorer(batch, rewards[:, None], num_generations=3).score()["advantages"]
+    theirs = trl.Scorer(batch, rewards[:, None], num_generations=3).score()["advantages"]
     config = gk.GRPOLossConfig.preset("trl")
     given = {"config": config, "completion_mask": batch.mask, "old_per_token_logps": batch.old}
     by_rewards = gk.grpo_loss(batch.logits, batch.ids, rewards=rewards, group_size=3, **given).loss
-    by_advantages = gk.grpo_loss(batch.logits, batch.ids, advantages=advantages, **given).loss
+    by_advantages = gk.grpo_loss(batch.logits, batch.ids, advantages=theirs, **given).loss
     assert abs(by_advantages) > 0.01
     assert_equal(by_rewards, by_advantages, "loss", RTOL)
 
@@ -140,7 +144,7 @@ def test_verl_reinforce_plus_plus(verl: ModuleType, baseline: str, seed: int, co
     batch, rewards, ids = responses(seed, count), rewards_of(seed, count), uneven_ids(seed, count)
     name = {"none": "reinforce_plus_plus", "mean": "reinforce_plus_plus_baseline"}[baseline]
     theirs = verl.advantages(name, rewards, batch.mask, ids, config=SimpleNamespace(gamma=1.0))
-    ours = gk.reinforce_plus_plus_advantages(rewards, batch.lengths, group_ids=ids, baseline=baseline)
+    ours = advantages.reinforce_plus_plus_advantages(rewards, batch.lengths, group_ids=ids, baseline=baseline)
     agree_where_groups_differ(ours, theirs, rewards, ids if baseline == "mean" else ids * 0, batch.mask)
 
 
@@ -167,7 +171,7 @@ def test_verl_gdpo(verl: ModuleType, seed: int, count: int) -> None:
         non_tensor_batch={"a": rewards[:, 0].numpy(), "b": rewards[:, 1].numpy()},
         batch={"prompts": mask[:, :0], "attention_mask": mask},
     )  # fmt: skip
-    ours = gk.gdpo_advantages(rewards, weights, lengths, group_ids=ids, eps=1e-6)
+    ours = advantages.gdpo_advantages(rewards, weights, lengths, group_ids=ids, eps=1e-6)
     agree_where_groups_differ(ours, theirs.double(), rewards, ids, mask)
 
 
@@ -194,7 +198,7 @@ def test_openrlhf_reinforce(openrlhf: ModuleType, estimator: str, seed: int, gro
     batch, rewards = responses(seed, groups * size), rewards_of(seed, groups * size)
     theirs = openrlhf.advantages(rewards, batch.mask, size, estimator)
     baseline = "none" if estimator == "reinforce" else "mean"
-    ours = gk.reinforce_plus_plus_advantages(
+    ours = advantages.reinforce_plus_plus_advantages(
         rewards, batch.lengths, group_size=size, baseline=baseline, ddof=0, eps=0.0
     )
     ids = torch.arange(len(rewards)) // (size if baseline == "mean" else len(rewards))

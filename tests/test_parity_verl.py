@@ -68,7 +68,7 @@ def verl() -> ModuleType:
     return importlib.import_module("parity_verl")
 
 
-def verls(verl: ModuleType, mode: str, options: dict[str, Any], width: int) -> Any:
+def verls(verl: ModuleType, mode: str, options: dict[str, Any]) -> Any:
     """The options as verl's ActorConfig."""
     policy = {
         "dro_beta": options["dro_beta"], "clip_cov_ratio": options["cov_ratio"], "kl_cov_ratio": options["cov_ratio"],
@@ -150,7 +150,7 @@ def test_the_loss_is_verls(verl: ModuleType, mode: str, seed: int, options: dict
         weights = None if options["rollout"] is None else verl.rollout_weights(batch, *options["rollout"])
         torch.manual_seed(seed)  # clip_cov draws from the global generator
         return verl.loss(
-            verls(verl, mode, options, batch.ids.shape[1]), batch, logps, entropy, dp_size=dp_size,
+            verls(verl, mode, options), batch, logps, entropy, dp_size=dp_size,
             batch_num_tokens=tokens, global_batch_size=sequences, weights=weights,
         )  # fmt: skip
 
@@ -183,28 +183,54 @@ def compare_metrics(
     if "actor/ppo_kl" in logged:
         size = log_ratio[live].abs() if mode == "kl_cov" else -log_ratio[live]
         assert_equal(size.mean(), logged.pop("actor/ppo_kl"), "ppo_kl")
-    advantages = batch.token_advantages()[live]
+    compare_clips(mode, batch, our, per_token, logged, options)
+    assert not logged, logged
+
+
+def compare_clips(
+    mode: str, batch: Draw, our: Result, per_token: Any, logged: dict[str, float], options: dict[str, Any]
+) -> None:
+    """pg_clipfrac and pg_clipfrac_lower, which mean something else in every loss."""
+    live, low, high = batch.mask.bool(), options["low"], options["high"]
+    ratio, advantages = per_token.ratio[live], batch.token_advantages()[live]
+    gap = (per_token.logps - batch.old)[live]
+    name = {"vanilla": "clip_ratio/region_mean", "clip_cov": "cov_selected_ratio"}.get(mode)
+    name = "clip_ratio/region_mean" if mode.startswith("dppo") else name
+    flags = None
+    if mode == "cispo":
+        flags = (ratio < 1 - low) | (ratio > 1 + high)
+    elif mode == "gspo":  # ours is a mean over sequences
+        flags = ((ratio < 1 - low) & (advantages < 0)) | ((ratio > 1 + high) & (advantages > 0))
+    elif mode == "geo_mean":
+        flags = ((gap < -low) | (gap > high)) & (advantages > 0)
+    elif mode == "sapo":
+        flags = ratio != ratio
+    if "actor/pg_clipfrac" in logged:
+        share = our.metrics[name] if name else flags.double().mean()  # type: ignore[union-attr]
+        assert_equal(share, logged.pop("actor/pg_clipfrac"), "pg_clipfrac")
+    lower = ratio != ratio
     if mode == "vanilla":
-        assert_equal(our.metrics["clip_ratio/region_mean"], logged.pop("actor/pg_clipfrac"), "pg_clipfrac")
-    lower = logged.pop("actor/pg_clipfrac_lower", None)
-    if mode == "vanilla":
-        hit = (advantages < 0) & (per_token.ratio[live] > options["ratio_c"])
-        assert_equal(hit.double().mean(), lower, "pg_clipfrac_lower")
+        lower = (advantages < 0) & (ratio > options["ratio_c"])
+    elif mode == "geo_mean":
+        lower = ((gap < -low) | (gap > high)) & (advantages < 0)
+    given = logged.pop("actor/pg_clipfrac_lower", 0.0)
+    if not mode.startswith("dppo"):  # there it counts capped weights of tokens inside the region
+        assert_equal(lower.double().mean(), given, "pg_clipfrac_lower")
 
 
 def test_every_policy_loss_of_verl_is_compared(verl: ModuleType) -> None:
-    assert set(verl.VERL().core.POLICY_LOSS_REGISTRY) == set(MODES) | {"bypass_mode"}
+    assert set(verl.VERL.core.POLICY_LOSS_REGISTRY) == set(MODES) | {"bypass_mode"}
 
 
 def test_every_aggregation_of_verl_is_compared(verl: ModuleType) -> None:
     for mode in AGGREGATIONS:
         verl.actor_config(loss_agg_mode=mode)
-    source = inspect.getsource(verl.VERL().core.agg_loss)
+    source = inspect.getsource(verl.VERL.core.agg_loss)
     assert set(re.findall(r'"((?:token|seq)-[a-z-]+)"', source)) == set(AGGREGATIONS)
 
 
 def test_every_kl_of_verl_is_compared(verl: ModuleType) -> None:
-    names = set(re.findall(r'"([a-z_0-9]+)"', inspect.getsource(verl.VERL().core.kl_penalty_forward).split('"""')[2]))
+    names = set(re.findall(r'"([a-z_0-9]+)"', inspect.getsource(verl.VERL.core.kl_penalty_forward).split('"""')[2]))
     assert names == set(KL_NAMES) | {"full"}  # verl raises for "full"
 
 
@@ -231,7 +257,7 @@ def test_the_defaults_are_verls(verl: ModuleType, mode: str, use_kl: bool) -> No
 
 def test_the_default_threshold_of_the_weights_is_verls(verl: ModuleType) -> None:
     config = gk.GRPOLossConfig.preset("verl", rollout_correction="sequence_truncate")
-    assert config.rollout_clip_max == verl.VERL().config.actor.RolloutCorrectionConfig().rollout_is_threshold
+    assert config.rollout_clip_max == verl.VERL.config.actor.RolloutCorrectionConfig().rollout_is_threshold
     assert config.rollout_clip_min is None
 
 

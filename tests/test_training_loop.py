@@ -314,6 +314,8 @@ def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
     assert {"warm_up", "sampling", "scoring", "update", "evaluation"} == set(summary["seconds"])
     assert summary["versions"]["torch"] == torch.__version__
+    loss_step = summary["loss_step"]
+    assert loss_step["ours_ms"] > 0 and loss_step["eager_ms"] > 0 and loss_step["ran"].endswith(" fast")
     saved = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config_from_dict(saved) == settings(tmp_path / "run")
 

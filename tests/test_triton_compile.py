@@ -36,14 +36,12 @@ MISSED = {
     "half occupied sm_120": "up to 73 registers",
     "half occupied gfx942": "up to 283 registers",
     "row_stats gfx942 float64 entropy": "33 registers spilled, 124 bytes of stack",
-    "loss_stats gfx942 float64 entropy on_policy weight kl=k3 corrected": "24 registers spilled, 92 bytes of stack",
-    "loss_grad_ gfx942 float16 softcap smallest vocab=50257 kl=k2 cispo rewards": "28 scalar registers spilled",
-    "loss_grad_ gfx942 bfloat16 entropy softcap smallest vocab=50257 on_policy weight corrected cispo rewards": (
-        "14 scalar registers spilled"
+    "loss_stats gfx942 float64 entropy on_policy weight kl=k3 corrected surrogate=dppo_kl": (
+        "28 registers spilled, 100 bytes of stack"
     ),
-    "loss_grad_ gfx942 float64 entropy softcap smallest vocab=50257 on_policy weight kl=k2 corrected cispo rewards": (
-        "23 scalar registers spilled"
-    ),
+    "loss_grad_ gfx942 float16 softcap smallest vocab=50257 kl=k2 rewards": "30 scalar registers spilled",
+    "loss_grad_ gfx942 bfloat16 entropy softcap smallest vocab=50257 on_policy weight corrected surrogate=dppo_kl "
+    "rewards": ("17 scalar registers spilled"),
     "loss_grad_ gfx942 bfloat16 entropy softcap weight kl=k3 corrected": "9 scalar registers spilled",
     "loss_grad_ gfx942 float64 entropy softcap weight kl=k3 corrected": "56 registers spilled, 140 bytes of stack",
 }

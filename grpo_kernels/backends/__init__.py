@@ -20,8 +20,8 @@ from ..ops.schema import NAMESPACE, last_used, record
 from . import cpp
 
 __all__ = [
-    "last_used", "loss_op", "multiplies_into_wider", "one_kernel_op", "panel_rows", "reads_are_free", "record",
-    "report", "resolve", "row_op", "slab_bytes", "slab_rows", "weigh_op",
+    "last_used", "loss_op", "multiplies_into_wider", "normalises_rewards", "one_kernel_op", "panel_rows",
+    "reads_are_free", "record", "report", "resolve", "row_op", "slab_bytes", "slab_rows", "weigh_op",
 ]  # fmt: skip
 
 _P = ParamSpec("_P")
@@ -29,6 +29,9 @@ _R = TypeVar("_R")
 ENVIRONMENT: Final = "GRPO_KERNELS_BACKEND"
 _IMPLS: Final = ("auto", "triton", "cpp", "torch")
 _ACCELERATORS: Final = ("cuda", "xpu")
+_RECORDED: Final = {
+    "row_stats": "cpp", "row_weights_": "cpp", "loss_stats": "cpp one-pass", "loss_grad_": "cpp one-kernel",
+}  # fmt: skip
 _warned: set[str] = set()
 
 
@@ -145,17 +148,22 @@ def _warn_once(message: str) -> None:
 def row_op(kind: str, impl: str) -> Callable[..., Any]:
     """The op `row_stats`, `row_grad` or `row_grad_` of one implementation (ops/schema.py)."""
     stem, suffix = (kind[:-1], "_") if kind.endswith("_") else (kind, "")
-    if impl == "cpp" and not kind.startswith("row_grad") and not torch.compiler.is_compiling():
-        record(impl)  # the ops of other implementations do it themselves; these hold no Python
+    if impl == "cpp" and kind in _RECORDED and not torch.compiler.is_compiling():
+        record(_RECORDED[kind])  # the ops of other implementations do it themselves; these hold no Python
     op: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), f"{stem}_{impl}{suffix}")
     return op
 
 
 def loss_op(config: GRPOLossConfig, impl: str, on_policy: bool) -> Callable[..., Any] | None:
     """The op that makes statistics and token terms in one pass, if one claims this config; None: the general route."""
-    if impl != "triton" or whole_because(config, on_policy) is not None:
+    if impl not in ("triton", "cpp") or whole_because(config, on_policy) is not None:
         return None
     return row_op("loss_stats", impl)
+
+
+def normalises_rewards(impl: str) -> bool:
+    """Whether its `loss_op` takes the rewards of consecutive groups as well as advantages."""
+    return impl == "triton"
 
 
 def one_kernel_op(logits: Tensor, impl: str) -> Callable[..., Any] | None:
@@ -163,7 +171,7 @@ def one_kernel_op(logits: Tensor, impl: str) -> Callable[..., Any] | None:
 
     float16 is left out: with 1/Z inside, most of its gradients would flush to zero before a loss scale reaches them.
     """
-    if impl != "triton" or logits.dtype == torch.float16 or torch.compiler.is_compiling():
+    if impl == "torch" or logits.dtype == torch.float16 or torch.compiler.is_compiling():
         return None
     return row_op("loss_grad_", impl)
 
@@ -193,10 +201,11 @@ def panel_rows(device: torch.device) -> int:
     return 128 if device.type == "cpu" else 512
 
 
-def slab_rows(device: torch.device) -> int:
+def slab_rows(device: torch.device, vocabulary: int) -> int:
     """Rows whose logits exist together when nobody says: more do not make the products faster. On a GPU the gradient of
-    the weight, which every slab adds to, wants more of them than on a CPU, whose fresh pages cost as well."""
-    return 256 if device.type == "cpu" else 2048
+    the weight, which every slab adds to, wants more of them than on a CPU, whose fresh pages cost as well; with a small
+    vocabulary what a slab costs besides its products decides."""
+    return max(256, min(4096, 2**21 // vocabulary)) if device.type == "cpu" else 2048
 
 
 def slab_bytes(device: torch.device) -> int:

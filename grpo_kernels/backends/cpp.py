@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import hashlib
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Final
@@ -28,5 +30,15 @@ def load() -> str | None:
         torch.ops.load_library(str(found))
     except OSError as error:  # another torch, another platform
         return f"the C++ kernels cannot be loaded: {error}"
+    if _formulas_of(found) != hashlib.sha256((PACKAGE / "formulas.py").read_bytes()).hexdigest():
+        return "the C++ kernels were built from other formulas than those of formulas.py: build them again"
     schema.declare("cpp")
     return None
+
+
+def _formulas_of(library: Path) -> str:
+    """The digest of the formulas that a library was built from (csrc/translate.py)."""
+    ask = ctypes.CDLL(str(library)).grpo_kernels_formulas
+    ask.restype = ctypes.c_char_p
+    digest: bytes = ask()
+    return digest.decode()

@@ -76,14 +76,15 @@ def record(name: str) -> None:
 
 
 def declare(name: str) -> None:
-    """Define the row ops of an implementation whose kernels a shared library registers, with their fake kernels."""
-    for op, arguments, fake in (
+    """Define the ops of an implementation whose kernels a shared library registers, with their fake kernels."""
+    row_ops: tuple[tuple[str, str, Callable[..., Any]], ...] = (
         (f"row_stats_{name}", _STATS, _fake_stats),
         (f"row_weights_{name}_", _WEIGHTS, _fake_weights),
         (f"row_grad_{name}", f"(Tensor logits, {_GRAD} -> Tensor", _fake_grad),
         (f"row_grad_{name}_", f"(Tensor(a!) logits, {_GRAD} -> ()", _fake_nothing),
         (f"row_grad_into_{name}", f"(Tensor logits, Tensor(a!) out, {_GRAD} -> ()", _fake_nothing),
-    ):
+    )
+    for op, arguments, fake in (*row_ops, *_loss_ops(name)):
         _define(op, arguments, None, fake)
 
 
@@ -121,23 +122,18 @@ def implement_loss(
     name: str, loss_stats: Callable[..., Any], loss_grad_: Callable[..., Any], row_scale_: Callable[..., None]
 ) -> None:
     """Register a one-pass loss as `loss_stats_NAME`, `loss_grad_NAME_` and `row_scale_NAME_`."""
-    shares = ", Tensor share, Tensor scale, Tensor? entropy_scale"
-    for op, arguments, kernel, fake in (
-        (
-            f"loss_stats_{name}",
-            f"(Tensor logits, {_LOSS}{_LOSS_OUT}",
-            _recorded(f"{name} one-pass", loss_stats),
-            _fake_loss,
-        ),
-        (
-            f"loss_grad_{name}_",
-            f"(Tensor(a!) logits, {_LOSS}{shares}{_LOSS_OUT}",
-            _recorded(f"{name} one-kernel", loss_grad_),
-            _fake_loss,
-        ),
-        (f"row_scale_{name}_", "(Tensor(a!) logits, Tensor factor) -> ()", row_scale_, _fake_nothing),
-    ):
+    kernels = (_recorded(f"{name} one-pass", loss_stats), _recorded(f"{name} one-kernel", loss_grad_), row_scale_)
+    for (op, arguments, fake), kernel in zip(_loss_ops(name), kernels, strict=True):
         _define(op, arguments, kernel, fake)
+
+
+def _loss_ops(name: str) -> tuple[tuple[str, str, Callable[..., Any]], ...]:
+    shares = ", Tensor share, Tensor scale, Tensor? entropy_scale"
+    return (
+        (f"loss_stats_{name}", f"(Tensor logits, {_LOSS}{_LOSS_OUT}", _fake_loss),
+        (f"loss_grad_{name}_", f"(Tensor(a!) logits, {_LOSS}{shares}{_LOSS_OUT}", _fake_loss),
+        (f"row_scale_{name}_", "(Tensor(a!) logits, Tensor factor) -> ()", _fake_nothing),
+    )
 
 
 def _recorded(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:

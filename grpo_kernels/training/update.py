@@ -14,8 +14,11 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 import grpo_kernels as gk
+from grpo_kernels.lab import HeadScores
 
-from .config import ConfigError, TrainConfig, UpdateConfig, check_known
+from .bounds import ConfigError
+from .config import TrainConfig, UpdateConfig, check_known
+from .group_size import watching
 from .packing import Pack
 from .policy import Policy
 
@@ -125,11 +128,12 @@ def update_policy(
     loss_config: gk.GRPOLossConfig,
     config: UpdateConfig,
     updates_done: int,
+    scores: HeadScores | None = None,
 ) -> dict[str, float]:
     """num_iterations passes over the experience with an optimiser step per minibatch; returns the means of its metrics.
 
     Gradients accumulate over a minibatch's packs. Each pack divides by the minibatch's own Z over all processes, so
-    that the sum is the gradient of the whole, however it is cut.
+    that the sum is the gradient of the whole, however it is cut. `scores` sees the first of the updates.
     """
     totals = _Totals(accelerator, loss_config)
     schedule = [packs for _ in range(config.num_iterations) for packs in experience.minibatches]
@@ -145,7 +149,7 @@ def update_policy(
         for pack in packs:
             with contextlib.nullcontext() if pack is packs[-1] else accelerator.no_sync(policy):
                 rows = policy(pack)  # (n, H), or logits (n, V)
-                with accelerator.autocast():
+                with accelerator.autocast(), watching(scores if update == updates_done else None, pack):
                     output = policy_loss(
                         accelerator.unwrap_model(policy),
                         rows,

@@ -294,8 +294,10 @@ METRICS = [
     ),
     Mutant("sequence_metrics", "return [(values.ratio > upper) & (advantages > 0)]", "return [values.ratio > upper]"),
     Mutant("sequence_metrics", "layout.spread(count / (lengths", "layout.spread(1 / (lengths"),
-    Mutant("metrics", "low = torch.where(live, rows, torch.inf).amin(1)", "low = rows.amin(1)"),
-    Mutant("metrics", "means = torch.where(flat_live, stacked, 0.0).sum(1) / count", "means = stacked.mean(1)"),
+    Mutant("metrics", "low = rows.masked_fill(dead, torch.inf).amin(1)", "low = rows.amin(1)"),
+    Mutant("metrics", "means = stacked.masked_fill(dead, 0.0).sum(1) / count", "means = stacked.mean(1)"),
+    Mutant("dppo_metrics", "return [out & (advantages <= 0), out &", "return [out & (advantages < 0), out &"),
+    Mutant("vespo_metric", "(means[-1] + silent)", "means[-1]"),
     Mutant(
         "metrics",
         "return torch.stack([size.sum() / known.sum().clamp(min=1), most])",

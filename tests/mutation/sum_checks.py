@@ -54,6 +54,23 @@ def sequence_metrics() -> None:
     close(out.metrics["cispo_clip_ratio"], flags.double().mean(), "cispo")
 
 
+@check
+def dppo_metrics() -> None:
+    out, _ = ours({"loss_type": "dppo_tv", "epsilon": 0.02, "epsilon_high": 0.05})
+    change, advantages = LOGPS.exp() - (LOGPS - GAP).exp(), ADVANTAGES[:, None].expand_as(LOGPS)
+    low, high = (change < -0.02) & (advantages <= 0), (change > 0.05) & (advantages > 0)
+    for name, flags in (("low", low), ("high", high), ("region", low | high)):
+        close(out.metrics[f"clip_ratio/{name}_mean"], flags[MASK.bool()].double().mean(), name)
+
+
+@check
+def vespo_metric() -> None:
+    out, _ = ours({"loss_type": "vespo"})
+    total = (GAP * MASK).sum(1)
+    k, lam = torch.where(ADVANTAGES >= 0, 2.0, 3.0), torch.where(ADVANTAGES >= 0, 3.0, 2.0)
+    close(out.metrics["vespo/phi_seq_mean"], (lam + k * total - lam * total.exp()).exp().mean(), "phi")
+
+
 # advantages: float32 results
 
 
