@@ -38,6 +38,8 @@ class LossArguments(NamedTuple):
 
     def output(self, loss: Tensor, detached: list[Tensor | None], return_per_token: bool) -> GRPOLossOutput:
         """What a loss returns, from what its Function does."""
+        if torch.compiler.is_compiling():  # what a Function marks as not differentiable can get lost in a trace
+            detached = [None if value is None else value.detach() for value in detached]
         *tokens, values = detached
         weighted = self.call.importance_sampling_ratio is not None or self.config.rollout_correction != "none"
         names = objective.metric_names(self.config, weighted, self.call.rollout_per_token_logps is not None)
@@ -83,7 +85,7 @@ def check_loss_arguments(
         name, "importance_sampling_ratio", importance_sampling_ratio, ids, num_sequences
     )
     sampled = checks.check_token_tensor(name, "rollout_per_token_logps", rollout_per_token_logps, ids)
-    _check_weight_source(name, config, weight, sampled, ids)
+    _check_weight_source(name, config, weight, sampled, ids, num_sequences)
     _check_generator(name, config, generator)
     if config.beta != 0 and ref is None:
         got = f"None with beta={config.beta}"
@@ -150,8 +152,9 @@ def refuse_unbuilt(function: str, **arguments: Any) -> None:
 
 
 def _check_weight_source(
-    function: str, config: GRPOLossConfig, weight: Tensor | None, sampled: Tensor | None, ids: Tensor
-) -> None:
+    function: str, config: GRPOLossConfig, weight: Tensor | None, sampled: Tensor | None, ids: Tensor,
+    num_sequences: int,
+) -> None:  # fmt: skip
     """One weight of the rollout: given, or made from the sampler's log-probs."""
     correction = config.rollout_correction
     if correction != "none" and sampled is None:
@@ -162,7 +165,8 @@ def _check_weight_source(
         wanted = f"must be None with rollout_correction={correction!r}"
         advice = "Give a finished weight or have one made, not both."
         raise ValueError(checks.complain(function, "importance_sampling_ratio", wanted, "a weight", advice))
-    if config.loss_type == "vespo" and weight is not None and weight.numel() != ids.numel():
+    of_sequences = weight is not None and ids.ndim == 1 and weight.ndim == 1 and num_sequences == ids.shape[0]
+    if config.loss_type == "vespo" and weight is not None and (of_sequences or weight.numel() != ids.numel()):
         advice = "VESPO multiplies the weights of a sequence's tokens: [B, 1] could mean their product or each of them."
         wanted = "must be one per token with loss_type='vespo'"
         raise ValueError(

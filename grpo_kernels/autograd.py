@@ -230,12 +230,13 @@ class GRPOLossFunction(torch.autograd.Function):
         upstream = grads[1] if ctx.bundled else grads[0]
         if upstream is None or not ctx.needs_input_grad[0]:
             return _gradients(ctx, None)
-        if len(ctx.saved_tensors) == 1:  # the gradient is there already
-            (logits,) = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: checkpointing unpacks a tensor once and no more
+        if len(saved) == 1:  # the gradient is there already
+            (logits,) = saved
             with torch.no_grad():
                 row_op("row_scale_", ctx.saved.call.impl)(logits, upstream.to(stats_dtype(logits)))
             return _gradients(ctx, logits, logits, *grads)
-        *rows, coef, scale, entropy_scale = ctx.saved_tensors
+        *rows, coef, scale, entropy_scale = saved
         grad_entropy = None
         if entropy_scale is not None:
             live = rows[1] >= 0

@@ -98,7 +98,7 @@ class LinearGRPOLossFunction(torch.autograd.Function):
         bundled = len(arguments) > 9
         if not bundled:
             config = arguments[8]
-            mode = "fast" if objective.whole_because(config, arguments[5] is None) is None else "lean"
+            mode = "fast" if objective.whole_field(config, arguments[5] is None) is None else "lean"
             wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in arguments[:3])
             impl = backends.resolve("linear_grpo_loss", "auto", arguments[0].device)
             arguments = (*arguments, LinearCall(mode if wanted else "forward", impl))
@@ -164,7 +164,7 @@ class LinearGRPOLossFunction(torch.autograd.Function):
 def _wanted(given: TokenData, rows: Rows, call: LinearCall) -> tuple[Tensor, Tensor | None]:
     """Rows that may have a gradient, and those whose log-prob alone is wanted; the rest never meets the weight."""
     config = rows.config
-    whole = objective.whole_because(config, given.old is None) is not None
+    whole = objective.whole_field(config, given.old is None) is not None
     if whole or config.beta != 0 or config.entropy_coef != 0 or not config.row.silent_at_zero:
         return given.live, None
     observer = observers.current()

@@ -184,5 +184,5 @@ def _check_length(config: GRPOLossConfig) -> None:
         return
     if isinstance(length, bool) or not isinstance(length, int):
         raise TypeError(f"{NAME}: max_completion_length must be an int, got {type(length).__name__}. Convert it.")
-    if length < 1:
-        raise _bad("max_completion_length", "must be >= 1", length, "Give the sampler's limit.")
+    if not 1 <= length < 2**31:
+        raise _bad("max_completion_length", "must be >= 1 and below 2^31", length, "Give the sampler's limit.")

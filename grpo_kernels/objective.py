@@ -19,7 +19,7 @@ from .metrics import metric_names
 
 __all__ = [
     "Objective", "TokenInputs", "TokenTerms", "evaluate", "metric_names", "shares", "term_options",
-    "token_level_terms", "whole_because",
+    "token_level_terms", "whole_because", "whole_field",
 ]  # fmt: skip
 _LEAST_LOG_WEIGHT = math.log(1e-8)  # VESPO's
 _MOST_LOG_WEIGHT = 20.0
@@ -65,18 +65,25 @@ class TokenTerms(NamedTuple):
     kl: Tensor
 
 
-def whole_because(config: GRPOLossConfig, on_policy: bool) -> str | None:
+def whole_field(config: GRPOLossConfig, on_policy: bool) -> str | None:
     """The option by which a token's coefficient needs more than that token; None: there is none."""
     if config.row.whole:
-        return f"loss_type={config.loss_type!r}"
+        return "loss_type"
     for field, usual in (
         ("importance_sampling_level", "token"), ("off_policy_mask_threshold", None), ("top_entropy_quantile", 1.0),
     ):  # fmt: skip
         if getattr(config, field) != usual:
-            return f"{field}={getattr(config, field)!r}"
-    if config.rollout_correction != "none" and on_policy:
-        return f"rollout_correction={config.rollout_correction!r} and no old_per_token_logps"
-    return None
+            return field
+    return "rollout_correction" if config.rollout_correction != "none" and on_policy else None
+
+
+def whole_because(config: GRPOLossConfig, on_policy: bool) -> str | None:
+    """`whole_field` and its value in words, for an error: torch.compile cannot write a number that it traces."""
+    field = whole_field(config, on_policy)
+    if field is None:
+        return None
+    unless = " and no old_per_token_logps" if field == "rollout_correction" else ""
+    return f"{field}={getattr(config, field)!r}{unless}"
 
 
 def evaluate(
@@ -89,7 +96,7 @@ def evaluate(
 ) -> Objective:
     """The loss of OBJECTIVES: surrogate, masks, rollout weight, + beta KL, aggregation, - entropy_coef mean entropy.
 
-    `terms` are given where a kernel has already made them (see `whole_because`).
+    `terms` are given where a kernel has already made them (see `whole_field`).
     """
     logps, live = tokens.logps, tokens.live
     lengths = layout.sum(live.to(logps.dtype))
@@ -99,7 +106,7 @@ def evaluate(
         kept = selection.top_entropy(config.top_entropy_quantile, tokens.entropy, live)
     own = None
     if terms is None:
-        if whole_because(config, tokens.old is None) is None:
+        if whole_field(config, tokens.old is None) is None:
             terms = token_level_terms(config, tokens)
         else:
             terms, own = _whole_terms(config, tokens, layout, lengths, kept)

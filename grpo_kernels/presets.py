@@ -43,7 +43,7 @@ def _verl(overrides: dict[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = {"kl_clamp": (20.0, 10.0)}  # of low_var_kl, its k3; the other estimators have none
     if overrides.get("kl_estimator", "k3") not in ("k3", "k3+"):
         fields = {}
-    surrogate = TABLE[loss_type].surrogate if loss_type in TABLE else ""
+    surrogate = TABLE[loss_type].surrogate if isinstance(loss_type, str) and loss_type in TABLE else ""
     if level == "token" and loss_type != "clip_cov":
         if surrogate in ("clip", "cispo", "sapo", "dppo_tv", "dppo_kl"):
             fields["log_ratio_clamp"] = 20.0

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import ops  # noqa: F401  (registers the ops)
 from ..config import GRPOLossConfig
-from ..objective import whole_because
+from ..objective import whole_field
 from ..ops.schema import NAMESPACE, last_used, record
 from . import cpp
 
@@ -156,7 +156,7 @@ def row_op(kind: str, impl: str) -> Callable[..., Any]:
 
 def loss_op(config: GRPOLossConfig, impl: str, on_policy: bool) -> Callable[..., Any] | None:
     """The op that makes statistics and token terms in one pass, if one claims this config; None: the general route."""
-    if impl not in ("triton", "cpp") or whole_because(config, on_policy) is not None:
+    if impl not in ("triton", "cpp") or whole_field(config, on_policy) is not None:
         return None
     return row_op("loss_stats", impl)
 
