@@ -5,19 +5,21 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test sanitize lint types layers check format
+.PHONY: help install demo test mutants sanitize lint types layers check format
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(INSTALLED)  ## make the virtual environment with the pinned packages
 
-# Two steps: the second builds the package against the torch that the first installs (and reasoning-gym needs a C compiler).
-$(INSTALLED): pyproject.toml constraints.txt setup.py grpo_kernels/formulas.py $(wildcard csrc/*)
+# Three steps: the second builds the package against the torch that the first installs (and reasoning-gym needs a C
+# compiler), the third adds the projects that the tests compare with, without what they would put in place of our pins.
+$(INSTALLED): pyproject.toml constraints.txt parity.txt setup.py grpo_kernels/formulas.py $(wildcard csrc/*)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed: make PYTHON=python3.11 ...")'
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -c constraints.txt setuptools wheel ninja numpy torch
 	$(BIN)/python -m pip install --no-build-isolation -c constraints.txt -e '.[train,dev]'
+	$(BIN)/python -m pip install --no-deps -c constraints.txt -r parity.txt
 	touch $@
 
 demo: $(INSTALLED)  ## train a small model on the spot and show that it improves; ARGS="--seed 1" passes options on
@@ -27,6 +29,9 @@ demo: $(INSTALLED)  ## train a small model on the spot and show that it improves
 test: $(INSTALLED)  ## run the tests, two at a time; ARGS="-k name" passes options on, and then runs nothing else
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 	$(if $(ARGS),,GRPO_KERNELS_BACKEND=triton $(BIN)/python -m pytest -n 2 --dist loadfile)
+
+mutants: $(INSTALLED)  ## wrong lines in the loss mathematics, one at a time: a check must notice each
+	$(BIN)/python tests/mutation/run.py
 
 # A copy of the tree, built with checks of every access and of undefined behaviour; the interpreter itself is not.
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer

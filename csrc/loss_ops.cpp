@@ -3,7 +3,9 @@
 #include <torch/csrc/stable/library.h>
 
 #include <cmath>
+#include <string_view>
 #include <tuple>
+#include <vector>
 
 #include "formulas.h"
 #include "simd_baseline.h"
@@ -37,8 +39,8 @@ double only_number(const Tensor& tensor) {
 ElevenTensors loss_rows(
     const Tensor& logits, const Tensor& targets, const Tensor& temperature, double logit_scale,
     std::optional<double> softcap, bool entropy, const Tensor& advantages, int64_t group_size, const Maybe& old,
-    const Maybe& ref, const Maybe& weight, double lower, double upper, double delta, double dual_clip, double beta,
-    bool cispo, const std::string& kl, bool corrected, const Shares* shares) {
+    const Maybe& ref, const Maybe& weight, const std::vector<double>& limits, const std::string& surrogate,
+    const std::string& kl, bool corrected, bool kl_weighted, const Shares* shares) {
   STD_TORCH_CHECK(group_size == 0, "grpo_kernels: the C++ loss takes advantages, not the rewards of groups.");
   STD_TORCH_CHECK(targets.dim() == logits.dim() - 1, "grpo_kernels: targets must have the leading shape of logits.");
   const Type type = type_of(logits);
@@ -57,6 +59,17 @@ ElevenTensors loss_rows(
     outputs[i] = empty ? fresh({nothing, 1}, dtype) : fresh(targets.sizes(), dtype);
     places[i] = empty ? nullptr : outputs[i].mutable_data_ptr();
   }
+  STD_TORCH_CHECK(limits.size() == 10, "grpo_kernels: limits must be those of objective.term_options.");
+  const double* limit = limits.data();
+  const bool straight = !kl.empty() && kl.back() == '+', ratio_bounded = std::isfinite(limit[6]);
+  const bool kl_bounded = std::isfinite(limit[8]) || std::isfinite(limit[9]);
+  const std::string_view estimator(kl.data(), kl.size() - (straight ? 1 : 0));
+  const auto terms = [&](double gap, double advantage, double logp, double weight_of, double anchor) {
+    return formulas::token_terms(
+        gap, advantage, logp, weight_of, anchor, limit[0], limit[1], limit[2], limit[3], limit[4], limit[5], limit[6],
+        limit[7], limit[8], limit[9], surrogate, ratio_bounded, weight.has_value(), estimator, straight, kl_bounded,
+        corrected, kl_weighted && weight.has_value());
+  };
   const auto statistics_of = kernels().stats[type];
   const auto gradient_of = kernels().grad[type];
 
@@ -86,11 +99,10 @@ ElevenTensors loss_rows(
     const Statistics stats{rounded(found.logp),    rounded(found.entropy), rounded(found.lse),
                            rounded(found.row_max), rounded(found.sum_exp), rounded(found.sum_others)};
     const double logp = stats.logp;
-    const double unchanged = logp == logp ? 0 : logp;
-    const double ratio = std::exp(old ? logp - before.number(n) : unchanged), advantage = gains.number(n);
-    const auto [loss, slope, own_slope, divergence] = formulas::token_terms(
-        ratio, advantage, logp, weight ? weights.number(n) : 1, ref ? anchors.number(n) : logp, lower, upper, delta,
-        dual_clip, beta, cispo, weight.has_value(), kl, corrected, true);
+    const double unchanged = logp == logp ? 0 : logp, gap = old ? logp - before.number(n) : unchanged;
+    const double advantage = gains.number(n);
+    const auto [ratio, loss, slope, own_slope, divergence] =
+        terms(gap, advantage, logp, weight ? weights.number(n) : 1, ref ? anchors.number(n) : logp);
     write({logp, stats.entropy, stats.row_max, stats.sum_exp, stats.sum_others, ratio, loss, slope, own_slope,
            divergence, advantage});
     if (shares == nullptr) return;
@@ -110,23 +122,23 @@ ElevenTensors loss_rows(
 ElevenTensors loss_stats(
     const Tensor& logits, const Tensor& targets, const Tensor& temperature, double logit_scale,
     std::optional<double> softcap, bool entropy, const Tensor& advantages, int64_t group_size, const Maybe& old,
-    const Maybe& ref, const Maybe& weight, double lower, double upper, double delta, double dual_clip, double beta,
-    bool cispo, const std::string& kl, bool corrected) {
+    const Maybe& ref, const Maybe& weight, const std::vector<double>& limits, const std::string& surrogate,
+    const std::string& kl, bool corrected, bool kl_weighted) {
   return loss_rows(
-      logits, targets, temperature, logit_scale, softcap, entropy, advantages, group_size, old, ref, weight, lower,
-      upper, delta, dual_clip, beta, cispo, kl, corrected, nullptr);
+      logits, targets, temperature, logit_scale, softcap, entropy, advantages, group_size, old, ref, weight,
+      limits, surrogate, kl, corrected, kl_weighted, nullptr);
 }
 
 ElevenTensors loss_grad_(
     const Tensor& logits, const Tensor& targets, const Tensor& temperature, double logit_scale,
     std::optional<double> softcap, bool entropy, const Tensor& advantages, int64_t group_size, const Maybe& old,
-    const Maybe& ref, const Maybe& weight, double lower, double upper, double delta, double dual_clip, double beta,
-    bool cispo, const std::string& kl, bool corrected, const Tensor& share, const Tensor& scale,
+    const Maybe& ref, const Maybe& weight, const std::vector<double>& limits, const std::string& surrogate,
+    const std::string& kl, bool corrected, bool kl_weighted, const Tensor& share, const Tensor& scale,
     const Maybe& entropy_scale) {
   const Shares shares{numbers(share, targets), only_number(scale), entropy_scale ? only_number(*entropy_scale) : 0.0};
   return loss_rows(
-      logits, targets, temperature, logit_scale, softcap, entropy, advantages, group_size, old, ref, weight, lower,
-      upper, delta, dual_clip, beta, cispo, kl, corrected, &shares);
+      logits, targets, temperature, logit_scale, softcap, entropy, advantages, group_size, old, ref, weight,
+      limits, surrogate, kl, corrected, kl_weighted, &shares);
 }
 
 // What is 0 stays so, whatever the factor.

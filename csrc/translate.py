@@ -80,6 +80,8 @@ class Function:
             found = [(node.operand, FLAG)]
         elif isinstance(node, ast.Compare) and isinstance(node.comparators[0], ast.Constant):
             found = [(node.left, TEXT)] if isinstance(node.comparators[0].value, str) else []
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.where":
+            found = [(node.args[0], FLAG)]
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             found = [*zip(node.args, self.known[node.func.id].parameters, strict=True)]
         for part, kind in found:
@@ -106,9 +108,16 @@ class Function:
         return lines
 
     def _assign(self, target: ast.expr, value: ast.expr) -> str:
-        if isinstance(target, ast.Tuple) and isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
-            code, names = self._code(value), [name.id for name in target.elts if isinstance(name, ast.Name)]
-            for name, kind in zip(names, self.known[value.func.id].results, strict=True):
+        if isinstance(target, ast.Tuple):
+            names = [name.id for name in target.elts if isinstance(name, ast.Name)]
+            if isinstance(value, ast.Tuple):
+                code = f"std::make_tuple({', '.join(map(self._code, value.elts))})"
+                kinds = [self._type(one) for one in value.elts]
+            elif isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
+                code, kinds = self._code(value), self.known[value.func.id].results
+            else:
+                raise self._refused(value)
+            for name, kind in zip(names, kinds, strict=True):
                 self.types.setdefault(name, kind)
             return f"std::tie({', '.join(names)}) = {code};"
         if not isinstance(target, ast.Name):
@@ -132,6 +141,8 @@ class Function:
             return FLAG
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.Invert):
             return FLAG
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            return self.known[node.func.id].results[0]
         return self.types.get(node.id, NUMBER) if isinstance(node, ast.Name) else NUMBER
 
     def _code(self, node: ast.expr) -> str:
@@ -140,7 +151,9 @@ class Function:
         if isinstance(node, ast.Constant):
             if isinstance(node.value, str):
                 return f'"{node.value}"'
-            if isinstance(node.value, int | float) and not isinstance(node.value, bool):
+            if isinstance(node.value, bool):
+                return str(node.value).lower()
+            if isinstance(node.value, int | float):
                 return repr(float(node.value))
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
             return f"({self._code(node.left)} {OPERATORS[type(node.op)]} {self._code(node.right)})"

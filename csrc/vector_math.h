@@ -59,8 +59,10 @@ struct Scale {
 };
 
 // 2^(x * scale), the product not rounded where there is a fused multiply-add; x >= floor_of(scale). NaN stays NaN.
+// `beyond_one` is it minus 1 where |x * scale| < 1/2, with all its digits.
 template <class Simd>
-inline typename Simd::Vector exponential(typename Simd::Vector x, const Scale<Simd>& scale) {
+inline typename Simd::Vector exponential(
+    typename Simd::Vector x, const Scale<Simd>& scale, typename Simd::Vector* beyond_one = nullptr) {
   using Constants = Exponents<typename Simd::Number>;
   const auto magic = Simd::all(Constants::kMagic), one = Simd::all(1);
   const auto shifted = Simd::multiply_add(x, scale.value, magic);
@@ -70,6 +72,7 @@ inline typename Simd::Vector exponential(typename Simd::Vector x, const Scale<Si
   for (unsigned i = 1; i < sizeof(Constants::kPolynomial) / sizeof(Constants::kPolynomial[0]); ++i) {
     p = Simd::multiply_add(p, r, Simd::all(Constants::kPolynomial[i]));
   }
+  if (beyond_one != nullptr) *beyond_one = Simd::multiply(p, r);
   return Simd::multiply(Simd::multiply_add(p, r, one), Simd::power(shifted));
 }
 
@@ -92,10 +95,14 @@ struct Cap {
   inline Vector operator()(Vector x, Vector& derivative) const {
     const Vector one = Simd::all(1);
     const Vector size = Simd::minus_absolute(Simd::multiply(x, inner));
-    const Vector q = exponential<Simd>(Simd::larger(lowest, size), scale);
+    Vector beyond_one;
+    const Vector q = exponential<Simd>(Simd::larger(lowest, size), scale, &beyond_one);
+    // near 0 the difference of 1 and q has few digits left: with a cap far above the logits, none
+    const Vector rest = Simd::unless_below(
+        Simd::subtract(Simd::all(0), beyond_one), size, Simd::all(static_cast<Number>(-0.17)), Simd::subtract(one, q));
     const Vector r = Simd::divide(one, Simd::add(one, q));
     derivative = Simd::multiply(Simd::multiply(steepest, Simd::multiply(q, r)), r);
-    Vector capped = Simd::multiply(outer, Simd::with_sign(Simd::multiply(Simd::subtract(one, q), r), x));
+    Vector capped = Simd::multiply(outer, Simd::with_sign(Simd::multiply(rest, r), x));
     capped = Simd::add(capped, Simd::subtract(x, x));  // +inf would become an ordinary logit
     return Simd::unless_below(capped, x, masked_below, Simd::all(-__builtin_huge_val()));
   }

@@ -41,8 +41,11 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name == "training":  # brings transformers: only for those who ask
-        return importlib.import_module(".training", __name__)
-    if name in ("integrations", "lab", "parallel"):
+    if name in (
+        "lab",
+        "training",
+    ):  # training brings transformers, the lab much that a loss needs not: for those who ask
+        return importlib.import_module(f".{name}", __name__)
+    if name in ("integrations", "parallel"):
         raise NotImplementedError(f"grpo_kernels.{name} is not built yet.")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

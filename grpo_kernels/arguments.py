@@ -13,7 +13,7 @@ from . import aggregation, checks, objective
 from .advantages import EPS, check_group_arguments, group_advantages
 from .config import GRPOLossConfig
 from .inputs import LossCall, RowCall, live_rows
-from .layout import make_layout
+from .layout import make_layout, prompt_index
 from .outputs import GRPOLossOutput, PerToken
 
 
@@ -38,8 +38,11 @@ class LossArguments(NamedTuple):
 
     def output(self, loss: Tensor, detached: list[Tensor | None], return_per_token: bool) -> GRPOLossOutput:
         """What a loss returns, from what its Function does."""
+        if torch.compiler.is_compiling():  # what a Function marks as not differentiable can get lost in a trace
+            detached = [None if value is None else value.detach() for value in detached]
         *tokens, values = detached
-        names = objective.metric_names(self.config, self.call.importance_sampling_ratio is not None)
+        weighted = self.call.importance_sampling_ratio is not None or self.config.rollout_correction != "none"
+        names = objective.metric_names(self.config, weighted, self.call.rollout_per_token_logps is not None)
         metrics = dict(zip(names, values.unbind(), strict=True))  # type: ignore[union-attr]
         return GRPOLossOutput(loss, metrics, PerToken(*tokens) if return_per_token else None)  # type: ignore[arg-type]
 
@@ -63,8 +66,8 @@ _known_row_config = functools.lru_cache(maxsize=64)(_row_config)  # its checks c
 def check_loss_arguments(
     name: str, anchor: str, device: torch.device, vocabulary: int, dtype: torch.dtype, ids: Tensor,
     config: GRPOLossConfig, *, advantages: Any, rewards: Any, group_size: Any, group_ids: Any, completion_mask: Any,
-    cu_seqlens: Any, old_per_token_logps: Any, ref_per_token_logps: Any, importance_sampling_ratio: Any,
-    temperature: Any, normalizer: Any, entropy_normalizer: Any,
+    cu_seqlens: Any, old_per_token_logps: Any, ref_per_token_logps: Any, rollout_per_token_logps: Any,
+    importance_sampling_ratio: Any, temperature: Any, normalizer: Any, entropy_normalizer: Any, generator: Any,
 ) -> LossArguments:  # fmt: skip
     """Everything but the model's output, named `anchor`, on `device`, and the ids, which are checked before."""
     if cu_seqlens is None and ids.ndim == 1:
@@ -81,6 +84,9 @@ def check_loss_arguments(
     weight = checks.check_sequence_or_token(
         name, "importance_sampling_ratio", importance_sampling_ratio, ids, num_sequences
     )
+    sampled = checks.check_token_tensor(name, "rollout_per_token_logps", rollout_per_token_logps, ids)
+    _check_weight_source(name, config, weight, sampled, ids, num_sequences)
+    _check_generator(name, config, generator)
     if config.beta != 0 and ref is None:
         got = f"None with beta={config.beta}"
         raise ValueError(
@@ -89,34 +95,47 @@ def check_loss_arguments(
             )
         )
     advantages = checks.check_sequence_or_token(name, "advantages", advantages, ids, num_sequences)
-    _check_source(name, advantages, rewards, group_size, group_ids)
+    _check_source(name, config, advantages, rewards, group_size, group_ids)
     if rewards is not None:
         rewards = checks.check_rewards(name, rewards, num_sequences)
     checks.check_device(
         name, anchor, device,
         {"completion_mask": mask, "cu_seqlens": cu_seqlens, "old_per_token_logps": old, "ref_per_token_logps": ref,
-         "importance_sampling_ratio": weight, "advantages": advantages, "rewards": rewards},
+         "rollout_per_token_logps": sampled, "importance_sampling_ratio": weight, "advantages": advantages,
+         "rewards": rewards},
     )  # fmt: skip
     inside = mask
-    if cu_seqlens is not None and checks.reads_data(cu_seqlens):
+    within = cu_seqlens is not None and checks.reads_data(cu_seqlens)
+    if cu_seqlens is not None and within:
         inside = torch.arange(ids.shape[0], device=ids.device) < cu_seqlens[-1]
         inside = inside if mask is None else inside & (mask != 0)
     checks.check_ids_below(name, "completion_ids", ids, inside, vocabulary)
     live = live_rows(ids, inside, vocabulary)
     checks.check_live_finite(name, "old_per_token_logps", old, live)
     checks.check_live_finite(name, "ref_per_token_logps", ref if config.beta != 0 else None, live)
+    if sampled is not None:
+        checks.check_live_finite(name, "rollout_per_token_logps", sampled, live & (sampled == sampled))
     given = config.temperature if temperature is None else temperature
     heat = check_temperature(name, anchor, given, dtype, ids, cu_seqlens, live)
     scale = _normalizer(name, "normalizer", normalizer, dtype, device)
     entropy_scale = _normalizer(name, "entropy_normalizer", entropy_normalizer, dtype, device)
     if scale is None:
         _warn_if_distributed(name, config)
+    prompts = None
     if rewards is not None:
         rewards = rewards.reshape(-1)
         check_group_arguments(name, rewards, group_size, group_ids, "mean", "group", 1, EPS)
+    if config.aggregation_mode == "prompt_mean":
+        check_group_arguments(name, heat.new_zeros(num_sequences), group_size, group_ids, "mean", "group", 1, EPS)
+        prompts = prompt_index(num_sequences, group_size, group_ids, device)
+    call = LossCall(
+        RowCall(), heat, cu_seqlens, _detached(weight), scale, entropy_scale,
+        rollout_per_token_logps=_detached(sampled), prompts=prompts, generator=generator,
+        live=live if cu_seqlens is None or within else None,
+    )  # fmt: skip
     return LossArguments(
         config, _detached(advantages), _detached(rewards), group_size, group_ids, _detached(old), _detached(ref),
-        _detached(mask), LossCall(RowCall(), heat, cu_seqlens, _detached(weight), scale, entropy_scale),
+        _detached(mask), call,
     )  # fmt: skip
 
 
@@ -132,17 +151,57 @@ def refuse_unbuilt(function: str, **arguments: Any) -> None:
             raise NotImplementedError(f"{function}: {argument} is not built yet. Leave it at None.")
 
 
+def _check_weight_source(
+    function: str, config: GRPOLossConfig, weight: Tensor | None, sampled: Tensor | None, ids: Tensor,
+    num_sequences: int,
+) -> None:  # fmt: skip
+    """One weight of the rollout: given, or made from the sampler's log-probs."""
+    correction = config.rollout_correction
+    if correction != "none" and sampled is None:
+        wanted = f"must be given with rollout_correction={correction!r}"
+        advice = "Pass the sampler's log-probs, NaN where missing."
+        raise ValueError(checks.complain(function, "rollout_per_token_logps", wanted, None, advice))
+    if correction != "none" and weight is not None:
+        wanted = f"must be None with rollout_correction={correction!r}"
+        advice = "Give a finished weight or have one made, not both."
+        raise ValueError(checks.complain(function, "importance_sampling_ratio", wanted, "a weight", advice))
+    of_sequences = weight is not None and ids.ndim == 1 and weight.ndim == 1 and num_sequences == ids.shape[0]
+    if config.loss_type == "vespo" and weight is not None and (of_sequences or weight.numel() != ids.numel()):
+        advice = "VESPO multiplies the weights of a sequence's tokens: [B, 1] could mean their product or each of them."
+        wanted = "must be one per token with loss_type='vespo'"
+        raise ValueError(
+            checks.complain(function, "importance_sampling_ratio", wanted, checks.shape_of(weight), advice)
+        )
+
+
+def _check_generator(function: str, config: GRPOLossConfig, generator: object) -> None:
+    if generator is None:
+        return
+    if not isinstance(generator, torch.Generator):
+        got = type(generator).__name__
+        raise TypeError(checks.complain(function, "generator", "must be a torch.Generator", got, "Or pass None."))
+    if config.loss_type != "clip_cov":
+        wanted = f"must be None with loss_type={config.loss_type!r}"
+        raise ValueError(checks.complain(function, "generator", wanted, "one", "Only clip_cov chooses at random."))
+
+
 def _check_source(
-    function: str, advantages: Tensor | None, rewards: object, group_size: object, group_ids: object
-) -> None:
+    function: str, config: GRPOLossConfig, advantages: Tensor | None, rewards: object, group_size: object,
+    group_ids: object,
+) -> None:  # fmt: skip
     if (advantages is None) == (rewards is None):
         got = "neither" if advantages is None else "both"
         advice = "Pass one: rewards are normalised within their groups here."
         raise ValueError(checks.complain(function, "advantages", "or rewards must be given, exactly one", got, advice))
-    if rewards is None:
+    if config.aggregation_mode == "prompt_mean":
+        if group_size is None and group_ids is None:
+            advice = "A mean over prompts needs to know which sequences answer the same one."
+            wanted = "or group_ids must be given with aggregation='prompt_mean'"
+            raise ValueError(checks.complain(function, "group_size", wanted, None, advice))
+    elif rewards is None:
         for argument, value in (("group_size", group_size), ("group_ids", group_ids)):
             if value is not None:
-                advice = "Groups normalise rewards; advantages are taken as they are."
+                advice = "Groups normalise rewards and serve aggregation='prompt_mean'; advantages stay as they are."
                 raise ValueError(checks.complain(function, argument, "must be None with advantages", value, advice))
 
 

@@ -184,13 +184,13 @@ class GRPOLossFunction(torch.autograd.Function):
             config, extras, logits.shape[-1], stats_dtype(logits), completion_ids, completion_mask, advantages,
             old_per_token_logps, ref_per_token_logps,
         )  # fmt: skip
-        layout, live, targets, temperature, values, *sides = given
+        layout, live, targets, temperature, values, old, ref, weight, sampled, generator = given
         arguments = (logits, targets, temperature, config.logit_scale, config.softcap, config.needs_entropy)
-        one_pass = loss_op(config, extras.rows.impl)
+        one_pass = loss_op(config, extras.rows.impl, given.old is None)
         terms = None
         one_kernel = None
         if one_pass is not None:
-            details = (values, extras.group_size, *sides, *objective.term_options(config))
+            details = (values, extras.group_size, old, ref, weight, *objective.term_options(config))
             one_kernel = one_kernel_op(logits, extras.rows.impl) if extras.rows.inplace else None
             if one_kernel is None:
                 stats = one_pass(*arguments, *details)
@@ -204,7 +204,8 @@ class GRPOLossFunction(torch.autograd.Function):
             terms = objective.TokenTerms(*parts)
         else:
             logps, entropy, _, row_max, sum_exp, sum_others = row_op("row_stats", extras.rows.impl)(*arguments)
-        tokens = objective.TokenInputs(logps, entropy if config.needs_entropy else None, live, values, *sides)
+        entropies = entropy if config.needs_entropy else None
+        tokens = objective.TokenInputs(logps, entropies, live, values, old, ref, weight, sampled, generator)
         result = objective.evaluate(config, tokens, layout, extras.normalizer, extras.entropy_normalizer, terms)
         rows = (logits, targets, temperature, entropy, row_max, sum_exp, sum_others)
         kept = (*rows, result.coef, result.scale, result.entropy_scale) if one_kernel is None else (logits,)
@@ -215,7 +216,7 @@ class GRPOLossFunction(torch.autograd.Function):
         if call is None:
             ctx.mark_non_differentiable(logps, *fixed)
             return result.loss, logps
-        detached = detached_outputs(config, tokens, result)
+        detached = detached_outputs(tokens, result)
         ctx.mark_non_differentiable(*(t for t in detached if t is not None), *fixed)
         if extras.rows.inplace:
             ctx.mark_dirty(logits)
@@ -229,12 +230,13 @@ class GRPOLossFunction(torch.autograd.Function):
         upstream = grads[1] if ctx.bundled else grads[0]
         if upstream is None or not ctx.needs_input_grad[0]:
             return _gradients(ctx, None)
-        if len(ctx.saved_tensors) == 1:  # the gradient is there already
-            (logits,) = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: checkpointing unpacks a tensor once and no more
+        if len(saved) == 1:  # the gradient is there already
+            (logits,) = saved
             with torch.no_grad():
                 row_op("row_scale_", ctx.saved.call.impl)(logits, upstream.to(stats_dtype(logits)))
             return _gradients(ctx, logits, logits, *grads)
-        *rows, coef, scale, entropy_scale = ctx.saved_tensors
+        *rows, coef, scale, entropy_scale = saved
         grad_entropy = None
         if entropy_scale is not None:
             live = rows[1] >= 0
@@ -243,10 +245,6 @@ class GRPOLossFunction(torch.autograd.Function):
         return _gradients(ctx, _row_gradient(ctx, grad_logps, grad_entropy, tuple(rows)), rows[0], *grads)
 
 
-def detached_outputs(
-    config: GRPOLossConfig, tokens: objective.TokenInputs, result: objective.Objective
-) -> tuple[Tensor | None, ...]:
+def detached_outputs(tokens: objective.TokenInputs, result: objective.Objective) -> tuple[Tensor | None, ...]:
     """logps, entropy, token loss, KL, ratio, and the metrics as one vector: what a loss returns beside itself."""
-    names = objective.metric_names(config, tokens.weight is not None)
-    metrics = torch.stack([result.metrics[name] for name in names])
-    return (tokens.logps, tokens.entropy, result.token_loss, result.kl, result.ratio, metrics)
+    return (tokens.logps, tokens.entropy, result.token_loss, result.kl, result.ratio, result.metrics)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import backends, objective
+from . import backends, objective, observers
 from .autograd import detached_outputs, once_differentiable
 from .compiling import outside_compile
 from .config import GRPOLossConfig
@@ -98,7 +98,7 @@ class LinearGRPOLossFunction(torch.autograd.Function):
         bundled = len(arguments) > 9
         if not bundled:
             config = arguments[8]
-            mode = "fast" if config.importance_sampling_level == "token" else "lean"
+            mode = "fast" if objective.whole_field(config, arguments[5] is None) is None else "lean"
             wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in arguments[:3])
             impl = backends.resolve("linear_grpo_loss", "auto", arguments[0].device)
             arguments = (*arguments, LinearCall(mode if wanted else "forward", impl))
@@ -129,9 +129,7 @@ class LinearGRPOLossFunction(torch.autograd.Function):
                 terms = None
         backends.record(f"{call.impl} {call.mode}")
         entropies = entropy.view(shape) if config.needs_entropy else None
-        tokens = objective.TokenInputs(
-            logps.view(shape), entropies, given.live, given.advantages, given.old, given.ref, given.weight
-        )
+        tokens = objective.TokenInputs(logps.view(shape), entropies, given.live, *given[4:])
         extras = call.loss
         result = objective.evaluate(config, tokens, given.layout, extras.normalizer, extras.entropy_normalizer, terms)
         ctx.set_materialize_grads(False)
@@ -140,9 +138,10 @@ class LinearGRPOLossFunction(torch.autograd.Function):
             ctx.save_for_backward(hidden, weight, bias, *kept)
         elif call.mode == "lean":
             relative = None if result.entropy_scale is None else result.entropy_scale / result.scale
+            relative = relative if relative is None or relative.ndim == 0 else relative.reshape(-1)
             saved = (t.view(-1) for t in (entropy, *kept_stats))
             _save_for_lean(ctx, head, call, rows, *saved, result.coef, result.scale, relative)
-        detached = detached_outputs(config, tokens, result)
+        detached = detached_outputs(tokens, result)
         differentiable = any(ctx.needs_input_grad[:3])
         fixed = () if differentiable else (result.loss,)
         ctx.mark_non_differentiable(*(t for t in detached if t is not None), *fixed)
@@ -165,10 +164,15 @@ class LinearGRPOLossFunction(torch.autograd.Function):
 def _wanted(given: TokenData, rows: Rows, call: LinearCall) -> tuple[Tensor, Tensor | None]:
     """Rows that may have a gradient, and those whose log-prob alone is wanted; the rest never meets the weight."""
     config = rows.config
-    if config.beta != 0 or config.entropy_coef != 0 or config.importance_sampling_level != "token":
+    whole = objective.whole_field(config, given.old is None) is not None
+    if whole or config.beta != 0 or config.entropy_coef != 0 or not config.row.silent_at_zero:
+        return given.live, None
+    observer = observers.current()
+    if observer is not None and observer.in_order:
         return given.live, None
     moving = given.live & (given.advantages != 0)
-    unseen = given.old is None and not config.needs_entropy and not call.per_token
+    hidden = given.old is None and not config.needs_entropy and not call.per_token
+    unseen = hidden and given.rollout is None and observer is None
     return moving, None if unseen else given.live
 
 
@@ -188,7 +192,8 @@ def _fast(
         config, config.needs_entropy, given.layout, lengths, call.loss.normalizer, call.loss.entropy_normalizer
     )
     weights = weights.expand(shape).reshape(-1)
-    flat = [None if t is None else t.expand(shape).reshape(-1) for t in given[4:]]
+    sides_of_rows = (given.advantages, given.old, given.ref, given.weight)
+    flat = [None if t is None else t.expand(shape).reshape(-1) for t in sides_of_rows]
     order = order_of(*_wanted(given, rows, call), call.num_live_tokens)
     weigh = weigh_op(head, rows, entropy_scale is not None)
     zeros = [torch.zeros(len(rows.targets), dtype=head.sums, device=scale.device) for _ in range(6)]
@@ -198,7 +203,7 @@ def _fast(
     if head.grad_dtype == head.sums:
         weights = weights * scale
     else:
-        by = weights * (flat[0].abs() + abs(config.beta))  # type: ignore[union-attr]
+        by = weights * (flat[0].abs() + abs(config.beta) + (config.dro_beta or 0.0))  # type: ignore[union-attr]
         by = by * (config.logit_scale / rows.temperature)
         entropy_scale = None if entropy_scale is None else entropy_scale / scale
         lift = lift_of(by if entropy_scale is None else by + entropy_scale.abs(), 8)

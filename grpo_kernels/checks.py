@@ -19,6 +19,7 @@ FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 REALS: Final = (*FLOATS, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _IDS: Final = (torch.int32, torch.int64)
 INTEGERS: Final = REALS[4:]
+_HOTTEST: Final = 1e30  # beyond it a float32 logit divided by it has no room under the largest exponent
 
 
 def complain(function: str, argument: str, requirement: str, got: object, advice: str) -> str:
@@ -162,6 +163,15 @@ def check_mask(function: str, argument: str, mask: object, ids_argument: str, id
     if mask.is_floating_point() and reads_data(mask) and not bool(((mask >= 0) & (mask < torch.inf)).all()):
         advice = "This is a loss mask: 1 counts, 0 does not. An additive attention mask is another thing."
         raise ValueError(complain(function, argument, "must be finite and >= 0", "other values", advice))
+    if (
+        not mask.is_floating_point()
+        and mask.dtype != torch.bool
+        and mask.numel()
+        and reads_data(mask)
+        and int(mask.amin()) < 0
+    ):
+        advice = "This is a mask: 1 counts, 0 does not. Labels with -100 belong into the ids."
+        raise ValueError(complain(function, argument, "must be >= 0", int(mask.amin()), advice))
     return mask
 
 
@@ -197,7 +207,11 @@ def check_sequence_or_token(
 def check_temperature(function: str, temperature: object, ids: Tensor, num_sequences: int | None) -> Tensor | float:
     """A number > 0, a 0-d tensor, `[B, 1]`, or one per token."""
     if not isinstance(temperature, Tensor):
-        return check_positive(function, "temperature", temperature)
+        number = check_positive(function, "temperature", temperature)
+        if number > _HOTTEST:
+            wanted = f"must be at most {_HOTTEST:g}"
+            raise ValueError(complain(function, "temperature", wanted, number, "Use the sampler's."))
+        return number
     check_tensor(function, "temperature", temperature, (*FLOATS, *_IDS), "numbers")
     shapes = [[], shape_of(ids)]
     if num_sequences is not None:
@@ -213,10 +227,11 @@ def check_temperature_values(function: str, temperature: Tensor) -> None:
     """Finite and > 0 throughout."""
     if not reads_data(temperature):
         return
-    bad = ~((temperature > 0) & torch.isfinite(temperature))
+    bad = ~((temperature >= SMALLEST) & (temperature <= _HOTTEST))
     if bool(bad.any()):
         value = temperature[bad].reshape(-1)[0].item()
-        raise ValueError(complain(function, "temperature", "must be finite and > 0", value, "Use the sampler's."))
+        wanted = f"must be > 0, in float32 too, and at most {_HOTTEST:g}"
+        raise ValueError(complain(function, "temperature", wanted, value, "Use the sampler's."))
 
 
 def check_positive(function: str, argument: str, value: object) -> float:
@@ -253,9 +268,9 @@ def check_normalizer_value(function: str, argument: str, value: Tensor) -> None:
     if not reads_data(value):
         return
     number = value.item()
-    if not 0 < number < math.inf or 1 / number == math.inf:
+    if not torch.finfo(value.dtype).tiny <= number < math.inf:
         advice = "Give the global count divided by the number of processes."
-        raise ValueError(complain(function, argument, "must be finite and > 0", number, advice))
+        raise ValueError(complain(function, argument, "must be finite and > 0, in float32 too", number, advice))
 
 
 def check_config(function: str, config: object) -> GRPOLossConfig:
@@ -303,6 +318,8 @@ def check_ids_below(function: str, argument: str, ids: Tensor, mask: Tensor | No
 def check_live_finite(function: str, argument: str, values: Tensor | None, live: Tensor) -> None:
     """Log-probabilities that count are finite."""
     if values is None or not reads_data(values) or values.numel() == 0:
+        return
+    if math.isfinite(values.detach().sum()):  # then each is; where one is not, or the sum overflows, each is looked at
         return
     bad = live & ~torch.isfinite(values)
     if bool(bad.any()):

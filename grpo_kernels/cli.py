@@ -1,4 +1,4 @@
-"""The command line: `grpo-kernels info | check | inspect | bench | train`."""
+"""The command line: `grpo-kernels info | check | inspect | bench | train | lab`."""
 
 from __future__ import annotations
 
@@ -74,12 +74,25 @@ def _parser() -> argparse.ArgumentParser:
         "grpo-kernels train --config run.toml",
     )
     _add_command(train, training)
+
+    lab = add(
+        "lab",
+        "How good is this gradient, and how many responses per prompt? Advice from a pilot, and the studies behind it.",
+        "grpo-kernels lab mse-curve --task bandit --groups 2,4,8,16",
+    )
+    _add_lab(lab)
     return parser
 
 
 def _add_command(parser: argparse.ArgumentParser, command: ModuleType) -> None:
     command.add_arguments(parser)
     parser.set_defaults(run=command.run)
+
+
+def _add_lab(parser: argparse.ArgumentParser) -> None:
+    from .lab import command
+
+    command.add_arguments(parser)
 
 
 def _unknown(options: argparse.Namespace, option: str) -> str:

@@ -92,6 +92,7 @@ def grpo_loss(
     temperature: float | Tensor | None = None,
     normalizer: float | Tensor | None = None,
     entropy_normalizer: float | Tensor | None = None,
+    generator: torch.Generator | None = None,
     sampling_mask: tuple[Tensor, Tensor] | None = None,
     inplace: bool = False,
     return_per_token: bool = False,
@@ -105,18 +106,22 @@ def grpo_loss(
         config: which loss; see `GRPOLossConfig`.
         advantages: `[B]`, `[B, 1]` or `[B, T]` (packed: `[S]`, `[S, 1]`, `[N]`). Exactly one of these and `rewards`.
         rewards: `[B]` (packed `[S]`); normalised by `group_advantages` with its defaults.
-        group_size, group_ids: the groups of `rewards`; neither: one group.
+        group_size, group_ids: the groups of `rewards`, neither: one group; the prompts of aggregation="prompt_mean".
         completion_mask: like the ids; which tokens count. Holes are allowed. None: all.
         cu_seqlens: `[S + 1]`, offsets of packed sequences; empty ones are legal, tokens beyond the last are dead.
         old_per_token_logps: like the ids. None: on-policy, the ratio is exactly 1 and the gradient is that of
             `old = logps.detach()`.
         ref_per_token_logps: like the ids; needed when beta is not 0, never read when it is.
-        importance_sampling_ratio: `[B]`, `[B, 1]` or `[B, T]`; multiplies the policy term, not the KL.
+        rollout_per_token_logps: like the ids, the sampler's own log-probs, NaN where it has none: for
+            config.rollout_correction and config.off_policy_mask_threshold. Without them it is compared and reported.
+        importance_sampling_ratio: `[B]`, `[B, 1]` or `[B, T]`; multiplies the policy term, and the KL if the config
+            says so.
         temperature: overrides config.temperature: a number, 0-d, `[B, 1]` (packed `[S, 1]`) or one per token.
-        normalizer: Z as given, > 0: live tokens for token means, sequences for grpo, sequences * max_completion_length
-            for dr_grpo. Give the global count divided by the number of processes when a batch is split. None: what this
-            call can see, at least 1.
+        normalizer: Z as given, > 0, of the aggregation: live tokens for token means, sequences for means over them,
+            sequences * max_completion_length for dr_grpo, prompts for prompt_mean, 1 for token_sum. Give the global
+            count divided by the number of processes when a batch is split. None: what this call can see, at least 1.
         entropy_normalizer: the same for the entropy bonus; None: this call's live tokens.
+        generator: of the random choice of loss_type="clip_cov"; None: torch's own of the CPU.
         inplace: give the logits' storage away for the gradient; see `per_token_logps`.
         return_per_token: also return detached token tensors.
         impl: "auto", "torch", "cpp" or "triton".
@@ -126,27 +131,27 @@ def grpo_loss(
 
     Raises:
         ValueError, TypeError: before any work, inputs unchanged.
-        NotImplementedError: `rollout_per_token_logps`, `sampling_mask`.
+        NotImplementedError: `sampling_mask`.
         RuntimeError: as `per_token_logps`.
 
     Source: OBJECTIVES of GRPO (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO (2507.18071), CISPO
     (2506.13585); conventions of TRL 1.16.
     """
     name = "grpo_loss"
-    refuse_unbuilt(name, rollout_per_token_logps=rollout_per_token_logps, sampling_mask=sampling_mask)
+    refuse_unbuilt(name, sampling_mask=sampling_mask)
     checks.check_config(name, config)
     logits, ids = checks.check_logits(name, logits, "completion_ids", completion_ids)
     given = check_loss_arguments(
         name, "logits", logits.device, logits.shape[-1], stats_dtype(logits), ids, config, advantages=advantages,
         rewards=rewards, group_size=group_size, group_ids=group_ids, completion_mask=completion_mask,
         cu_seqlens=cu_seqlens, old_per_token_logps=old_per_token_logps, ref_per_token_logps=ref_per_token_logps,
-        importance_sampling_ratio=importance_sampling_ratio, temperature=temperature, normalizer=normalizer,
-        entropy_normalizer=entropy_normalizer,
+        rollout_per_token_logps=rollout_per_token_logps, importance_sampling_ratio=importance_sampling_ratio,
+        temperature=temperature, normalizer=normalizer, entropy_normalizer=entropy_normalizer, generator=generator,
     )  # fmt: skip
     rows = RowCall(backends.resolve(name, impl, logits.device), checks.check_inplace(name, logits, inplace))
     call = given.call._replace(rows=rows)
-    in_kernel = backends.normalises_rewards(rows.impl) and backends.loss_op(config, rows.impl) is not None
-    in_kernel = in_kernel and cu_seqlens is None and group_ids is None
+    one_pass = backends.loss_op(config, rows.impl, given.old is None) is not None
+    in_kernel = one_pass and backends.normalises_rewards(rows.impl) and cu_seqlens is None and group_ids is None
     if given.rewards is not None and in_kernel and given.rewards.dtype in (torch.float32, stats_dtype(logits)):
         values = given.rewards
         call = call._replace(group_size=group_size or max(1, len(values)))

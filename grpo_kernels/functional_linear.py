@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import backends, checks
+from . import backends, checks, objective
 from .arguments import check_loss_arguments, check_temperature, refuse_unbuilt, row_config
 from .autograd_linear import LinearCall, LinearGRPOLossFunction, LinearPerTokenLogpsFunction
 from .compiling import outside_compile
@@ -115,6 +115,7 @@ def linear_grpo_loss(
     temperature: float | Tensor | None = None,
     normalizer: float | Tensor | None = None,
     entropy_normalizer: float | Tensor | None = None,
+    generator: torch.Generator | None = None,
     mode: str = "auto",
     chunk_bytes: int | None = None,
     logits_dtype: str = "float32",
@@ -132,7 +133,8 @@ def linear_grpo_loss(
         completion_ids: `[B, T]`, or `[N]` with `cu_seqlens`.
         mode: "fast" forms the gradients while a chunk's logits are alive (6NHV FLOPs) and keeps that of the weight in
             float32 until backward. "lean" multiplies again in backward (8NHV) and keeps a few numbers a row. "auto":
-            fast, but lean at sequence level, whose coefficients need whole sequences. `backends.last_used()` tells.
+            fast, but lean where a coefficient needs other tokens: above token level, `vespo`, `gmpo`, `clip_cov`,
+            `kl_cov`, masks by entropy or sequence. `backends.last_used()` tells.
         num_live_tokens: how many tokens are live, exactly; spares the host sync that counting costs on a device.
         return_per_token: also return detached token tensors; then every live row meets the weight.
         The others: see `grpo_loss`.
@@ -147,36 +149,34 @@ def linear_grpo_loss(
 
     Raises:
         ValueError, TypeError: before any work, inputs unchanged.
-        NotImplementedError: `rollout_per_token_logps`, `process_group`, `sampling_mask`.
+        NotImplementedError: `process_group`, `sampling_mask`.
         RuntimeError: an impl that is not there.
 
     Source: `grpo_loss`. Inside torch.compile the call breaks the graph.
     """
     name = "linear_grpo_loss"
-    refuse_unbuilt(
-        name, rollout_per_token_logps=rollout_per_token_logps, process_group=process_group, sampling_mask=sampling_mask
-    )
+    refuse_unbuilt(name, process_group=process_group, sampling_mask=sampling_mask)
     checks.check_config(name, config)
     hidden, weight, ids = checks.check_hidden(name, hidden, weight, bias, "completion_ids", completion_ids)
     given = check_loss_arguments(
         name, "hidden", hidden.device, weight.shape[0], _sums(hidden, weight), ids, config, advantages=advantages,
         rewards=rewards, group_size=group_size, group_ids=group_ids, completion_mask=completion_mask,
         cu_seqlens=cu_seqlens, old_per_token_logps=old_per_token_logps, ref_per_token_logps=ref_per_token_logps,
-        importance_sampling_ratio=importance_sampling_ratio, temperature=temperature, normalizer=normalizer,
-        entropy_normalizer=entropy_normalizer,
+        rollout_per_token_logps=rollout_per_token_logps, importance_sampling_ratio=importance_sampling_ratio,
+        temperature=temperature, normalizer=normalizer, entropy_normalizer=entropy_normalizer, generator=generator,
     )  # fmt: skip
     _check_how(name, mode, chunk_bytes, logits_dtype)
-    whole = config.importance_sampling_level != "token"
-    if mode == "fast" and whole:
+    whole = objective.whole_because(config, given.old is None)
+    if mode == "fast" and whole is not None:
         wanted = "must not be 'fast' where a coefficient needs its whole sequence"
-        got = f"'fast' with importance_sampling_level={config.importance_sampling_level!r}"
+        got = f"'fast' with {whole}"
         raise ValueError(checks.complain(name, "mode", wanted, got, "Use mode='lean' or 'auto'."))
     checks.check_flag(name, "return_per_token", return_per_token)
     _check_live_count(name, num_live_tokens, ids, given.mask, given.call.cu_seqlens, weight.shape[0])
     if not _differentiable(hidden, weight, bias):
         how = "forward"
     elif mode == "auto":
-        how = "lean" if whole else "fast"
+        how = "fast" if whole is None else "lean"
     else:
         how = mode
     impl = backends.resolve(name, impl, hidden.device)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import rollout
 from .config import GRPOLossConfig
 from .layout import Layout, make_layout
 from .ops.schema import DEAD
@@ -32,6 +33,12 @@ class LossCall(NamedTuple):
     entropy_normalizer: Tensor | None = None
     group_size: int = 0
     """> 0: the advantages are rewards, and the kernel normalises them in consecutive groups of this size."""
+    rollout_per_token_logps: Tensor | None = None
+    prompts: Tensor | None = None
+    """Which prompt each sequence answers: `layout.prompt_index`."""
+    generator: torch.Generator | None = None
+    live: Tensor | None = None
+    """Which tokens count, where the checks have found it out; like the ids."""
 
 
 def temperature_tensor(
@@ -61,6 +68,8 @@ class TokenData(NamedTuple):
     old: Tensor | None
     ref: Tensor | None
     weight: Tensor | None
+    rollout: Tensor | None
+    generator: torch.Generator | None
 
 
 def token_inputs(
@@ -68,25 +77,34 @@ def token_inputs(
     completion_mask: Tensor | None, advantages: Tensor, old: Tensor | None, ref: Tensor | None,
 ) -> TokenData:  # fmt: skip
     """Everything of a call as token tensors."""
-    layout = make_layout(completion_ids.shape, call.cu_seqlens)
-    live = live_rows(completion_ids, completion_mask, vocabulary)
-    inside = layout.inside()
-    live = live if inside is None else live & inside
+    layout = make_layout(completion_ids.shape, call.cu_seqlens, call.prompts)
+    live = call.live
+    if live is None:
+        live = live_rows(completion_ids, completion_mask, vocabulary)
+        inside = layout.inside()
+        live = live if inside is None else live & inside
     temperature = temperature_tensor(config, call.temperature, dtype, completion_ids.device)
     if call.cu_seqlens is not None and temperature.ndim == 2:
         # tokens outside every sequence are dead: any positive number serves
         temperature = torch.where(live, layout.spread(temperature.squeeze(1)), 1.0)
     ref = ref if config.beta != 0 else None
-    weight = call.importance_sampling_ratio
+    old = None if old is None else _finite_where_dead(old, live, dtype)
+    weight, sampled = call.importance_sampling_ratio, call.rollout_per_token_logps
+    weight = None if weight is None else _token_values(weight, live, dtype, layout)
+    sampled = None if sampled is None else _finite_where_dead(sampled, live, dtype)
+    if config.rollout_correction != "none" and old is not None and sampled is not None:
+        weight = rollout.correction(config, old, sampled, live, layout)
     return TokenData(
         layout,
         live,
         torch.where(live, completion_ids, DEAD),
         temperature,
         advantages.to(dtype) if call.group_size > 0 else _token_values(advantages, live, dtype, layout),
-        None if old is None else _finite_where_dead(old, live, dtype),
+        old,
         None if ref is None else _finite_where_dead(ref, live, dtype),
-        None if weight is None else _token_values(weight, live, dtype, layout),
+        weight,
+        sampled,
+        call.generator,
     )
 
 

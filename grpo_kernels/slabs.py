@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import backends
+from . import backends, observers
 from .config import GRPOLossConfig
 from .head import Head
 from .ops.schema import DEAD
@@ -88,8 +89,10 @@ def chunks(head: Head, order: Order, rows: Rows, weigh: Weigh) -> Iterator[Chunk
         return
     config = rows.config
     slab = torch.empty(height, head.vocabulary, dtype=head.logits_dtype, device=order.positions.device)
-    for start in range(0, len(order.positions), height):
-        index = order.positions[start : start + height]
+    observer = observers.current()
+    parts: Iterable[slice] = (slice(at, at + height) for at in range(0, len(order.positions), height))
+    for part in parts if observer is None else observer.parts(order.positions, height):
+        index = order.positions[part]
         padded = -(-len(index) // panel) * panel
         hidden = head.rows(index, padded)
         targets, heat = rows.of(index)
@@ -101,7 +104,31 @@ def chunks(head: Head, order: Order, rows: Rows, weigh: Weigh) -> Iterator[Chunk
             stats = weigh(logits, targets, heat, config.logit_scale, config.needs_entropy)
         else:
             stats = _stats_beside(head, rows, logits, targets, heat)
-        yield Chunk(index, hidden[: len(index)], logits, stats)
+        chunk = Chunk(index, hidden[: len(index)], logits, stats)
+        if observer is not None:
+            with _scored(head, chunk, rows, weigh) as scored:
+                observer.see(scored)
+        yield chunk
+
+
+@contextlib.contextmanager
+def _scored(head: Head, chunk: Chunk, rows: Rows, weigh: Weigh) -> Iterator[observers.Scored]:
+    """The rows' d logp / d logits: in the slab itself where that is a factor away, else beside it."""
+    positions, hidden, logits, (logps, entropy, _, *per_row) = chunk
+    targets, heat = rows.of(positions)
+    has_bias = head.bias is not None
+    if weigh is None:
+        gradient = torch.empty(logits.shape, dtype=head.product, device=logits.device)
+        arguments = (targets, heat, rows.config.logit_scale, rows.config.softcap, entropy, *per_row)
+        backends.row_op("row_grad_into", rows.impl)(logits, gradient, *arguments, torch.ones_like(logps), None)
+        yield observers.Scored(positions, hidden, gradient, torch.ones_like(logps), has_bias)
+        return
+    _, sum_exp, sum_others = per_row
+    column = targets.clamp(min=0).unsqueeze(1)
+    # 1 - p of the target as the sum over the others, not as a difference; a target that was removed has no gradient
+    logits.scatter_(1, column, torch.where(logps == -torch.inf, 0.0, -sum_others).unsqueeze(1))
+    yield observers.Scored(positions, hidden, logits, -rows.config.logit_scale / (heat * sum_exp), has_bias)
+    logits.scatter_(1, column, 0.0)
 
 
 def _stats_beside(head: Head, rows: Rows, logits: Tensor, targets: Tensor, heat: Tensor) -> tuple[Tensor, ...]:

@@ -14,28 +14,20 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
+from oracle_losses import CLIPPED, Options, kl_term, prompts_of, surrogate, vespo_weight
 from oracle_rows import Array, RowStats, row_stats
 
-
-@dataclass(frozen=True)
-class Options:
-    """The same names and defaults as GRPOLossConfig, for what the oracle knows."""
-
-    loss_type: str = "dapo"
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
-    delta: float | None = None
-    dual_clip: float | None = None
-    importance_sampling_level: str = "token"
-    beta: float = 0.0
-    kl_estimator: str = "k3"
-    use_bias_correction_kl: bool = False
-    temperature: float = 1.0
-    softcap: float | None = None
-    logit_scale: float = 1.0
-    max_completion_length: int | None = None
-    entropy: bool = False
-    entropy_coef: float = 0.0
+__all__ = [
+    "Batch",
+    "Options",
+    "RowStats",
+    "Truth",
+    "group_advantages",
+    "grpo",
+    "row_stats",
+    "sequence_index",
+    "spread_out",
+]
 
 
 @dataclass(frozen=True)
@@ -53,6 +45,7 @@ class Batch:
     cu_seqlens: Array | None = None
     normalizer: float | None = None
     entropy_normalizer: float | None = None
+    groups: Array | None = None  # the prompt of each sequence
 
     def but(self, **changes: Any) -> Batch:
         return replace(self, **changes)
@@ -106,41 +99,6 @@ def spread_out(value: Array, batch: Batch, seq: Array, count: int, real: type) -
     return np.where(seq >= 0, per_seq[np.maximum(seq, 0)], real(0)) if count else np.zeros(n, real)
 
 
-def _surrogate(r: Any, a: Any, p: Any, opt: Options) -> tuple[Any, Any]:
-    """`(l, dl/dp)` of one token, with `dr/dp = r`, for ratio `r`, advantage `a`, log-probability `p`."""
-    if a == 0:
-        return r * 0 if np.isfinite(r) else a * 0, a * 0
-    high = opt.epsilon if opt.epsilon_high is None else opt.epsilon_high
-    if opt.loss_type == "cispo":
-        w = min(r, type(r)(high))
-        return -w * a * p, -w * a
-    lo, hi = type(r)(1) - type(r)(opt.epsilon), type(r)(1) + type(r)(high)
-    free, dfree = r, r
-    if opt.delta is not None and r > opt.delta:
-        free, dfree = type(r)(opt.delta), r * 0
-    held, dheld = (lo, r * 0) if r < lo else (hi, r * 0) if r > hi else (r, r)
-    if free * a < held * a:
-        loss, dloss = -free * a, -dfree * a
-    elif free * a > held * a:
-        loss, dloss = -held * a, -dheld * a
-    else:
-        loss, dloss = -free * a, -(dfree + dheld) / 2 * a
-    if opt.dual_clip is not None and a < 0 and loss > -opt.dual_clip * a:
-        loss, dloss = -type(r)(opt.dual_clip) * a, r * 0
-    return loss, dloss
-
-
-def _kl(d: Any, name: str) -> tuple[Any, Any]:
-    """`(k, dk/dp)` with `d = f - p`."""
-    if name == "k1":
-        return -d, d * 0 + 1
-    if name == "k2":
-        return d * d / 2, -d
-    if name == "k3":
-        return np.expm1(d) - d, -np.expm1(d)
-    raise NotImplementedError(name)
-
-
 def grpo(batch: Batch, opt: Options, *, real: type = np.longdouble) -> Truth:
     """Loss, gradient and metrics of one batch."""
     seq, count = sequence_index(batch)
@@ -169,44 +127,62 @@ def _objective(batch: Batch, opt: Options, stats: RowStats, seq: Array, count: i
     ref = zeros if batch.ref is None else np.asarray(batch.ref).reshape(n).astype(real)
     lengths = np.array([np.count_nonzero(live & (seq == s)) for s in range(count)], dtype=np.int64)
     by_sequence = opt.importance_sampling_level == "sequence"
+    gap = zeros if batch.old is None else np.where(live, p - old, real(0))
+    bound = real(np.inf if opt.log_ratio_clamp is None else opt.log_ratio_clamp)
+    log_ratio, moves = np.clip(gap, -bound, bound), np.abs(gap) <= bound
 
-    ratio = zeros.copy()
-    seq_ratio = np.ones(count, real)
+    ratio, policy_log_ratio, phi = zeros.copy(), zeros.copy(), zeros.copy()
+    policy_moves = moves.copy()
     for s in range(count):
         mine = live & (seq == s)
-        gap = zeros[mine] if batch.old is None else p[mine] - old[mine]
-        seq_ratio[s] = np.exp(gap.sum() / max(int(lengths[s]), 1))
-        ratio[mine] = seq_ratio[s] if by_sequence else np.exp(gap)
+        length = max(int(lengths[s]), 1)
+        mean = log_ratio[mine].sum() / length
+        policy_log_ratio[mine] = log_ratio[mine] if opt.importance_sampling_level == "token" else mean
+        ratio[mine] = np.exp(policy_log_ratio[mine])
+        if opt.loss_type == "gmpo":
+            up = adv[mine] > 0
+            held = np.where(
+                up, np.minimum(log_ratio[mine], real(opt.high)), np.maximum(log_ratio[mine], -real(opt.epsilon))
+            )
+            policy_moves[mine] &= held == log_ratio[mine]
+            policy_log_ratio[mine] = held.sum() / length
+        if opt.loss_type == "vespo":
+            log_w = np.clip(log_ratio[mine], -20, 20).sum()
+            log_w += 0 if weight is None else np.clip(np.log(weight[mine]), np.log(1e-8), 20).sum()
+            phi[mine] = [vespo_weight(real(log_w), a, opt) for a in adv[mine]]
 
-    if opt.loss_type == "grpo":
-        z: Any = real(count)
-    elif opt.loss_type == "dr_grpo":
-        if opt.max_completion_length is None:
-            raise ValueError("max_completion_length")
-        z = real(count * opt.max_completion_length)
-    else:
-        z = real(live.sum())
-    z = max(z, real(1)) if batch.normalizer is None else real(batch.normalizer)
+    shares, z = _shares(opt, batch, lengths, real)
     entropy_z = max(real(live.sum()), real(1)) if batch.entropy_normalizer is None else real(batch.entropy_normalizer)
 
     token_loss, kl, coef = zeros.copy(), zeros.copy(), zeros.copy()
     through_ratio = zeros.copy()  # d loss_t / d log(ratio_t), before the sequence mean spreads it
+    kl_through = zeros.copy()  # the part of it that a ratio times the KL makes
     share = zeros.copy()  # c_i / Z
     by_p, by_ratio = zeros.copy(), zeros.copy()  # |d loss_t / d p_t| and |d loss_t / d log ratio_t|, nothing cancelling
     by_weight = zeros.copy()  # cispo: |loss_t|, which moves with its detached weight although the gradient does not
     for t in np.flatnonzero(live):
-        share[t] = (1 / real(max(int(lengths[seq[t]]), 1)) if opt.loss_type == "grpo" else real(1)) / z
-        loss, dloss = _surrogate(ratio[t], adv[t], p[t], opt)
-        if weight is not None:
-            loss, dloss = loss * weight[t], dloss * weight[t]
-        direct = zeros[0]
-        if opt.loss_type == "cispo":
-            direct, dloss, by_weight[t] = dloss, zeros[0], abs(loss)
+        share[t] = shares[seq[t]] / z
+        if opt.loss_type == "vespo":
+            loss, dloss, direct = -phi[t] * adv[t] * p[t], zeros[0], -phi[t] * adv[t]
+        elif opt.loss_type == "gmpo":
+            loss = dloss = -np.exp(policy_log_ratio[t]) * adv[t]
+            direct = zeros[0]
+        else:
+            loss, dloss, direct = surrogate(ratio[t], policy_log_ratio[t], gap[t], adv[t], p[t], opt)
+        if weight is not None and opt.loss_type != "vespo":
+            loss, dloss, direct = loss * weight[t], dloss * weight[t], direct * weight[t]
+        if opt.loss_type in ("cispo", "dppo_tv", "dppo_kl"):
+            by_weight[t] = abs(loss)
         if opt.beta != 0:
-            k, dk = _kl(ref[t] - p[t], opt.kl_estimator)
+            k, dk = kl_term(ref[t] - p[t], opt)
             by_p[t] += abs(opt.beta) * (1 + abs(dk)) * (ratio[t] if opt.use_bias_correction_kl else 1)
             if opt.use_bias_correction_kl:
-                k, dk, dloss = k * ratio[t], dk * ratio[t], dloss + opt.beta * k * ratio[t]
+                k, dk = k * ratio[t], dk * ratio[t]
+            if opt.kl_weighted_by_rollout and weight is not None:
+                k, dk = k * weight[t], dk * weight[t]
+            if opt.use_bias_correction_kl:
+                kl_through[t] = opt.beta * k * share[t]
+                dloss = dloss + opt.beta * k
             kl[t] = k
             loss, direct = loss + real(opt.beta) * k, direct + real(opt.beta) * dk
         by_p[t] += abs(direct)
@@ -218,11 +194,17 @@ def _objective(batch: Batch, opt: Options, stats: RowStats, seq: Array, count: i
         for s in range(count):
             mine = live & (seq == s)
             length = max(int(lengths[s]), 1)
-            coef[mine] += through_ratio[mine].sum() / length
+            coef[mine] += through_ratio[mine].sum() / length * moves[mine]
             token_scale[mine] += by_ratio[mine] * size[mine].sum() / length
             coef_scale[mine] += (by_ratio[mine] * share[mine]).sum() / length * size[mine].sum() / length
     else:
-        coef += through_ratio
+        if opt.loss_type == "gmpo":
+            through_ratio = through_ratio - kl_through
+            for s in range(count):
+                mine = live & (seq == s)
+                through_ratio[mine] = through_ratio[mine].sum() / max(int(lengths[s]), 1) * policy_moves[mine]
+            through_ratio = through_ratio + kl_through
+        coef += through_ratio * moves
         token_scale += by_ratio * size
         coef_scale += by_ratio * share * size
 
@@ -233,7 +215,7 @@ def _objective(batch: Batch, opt: Options, stats: RowStats, seq: Array, count: i
     if opt.entropy_coef != 0:
         dlogits = dlogits - np.where(dead, real(0), real(opt.entropy_coef) / entropy_z * stats.dentropy)
 
-    metrics = _metrics(opt, live, adv, ratio, seq_ratio, seq, count, kl, stats.entropy, weight)
+    metrics = _metrics(opt, live, adv, ratio, seq, count, kl, stats.entropy, weight)
     metrics["policy_loss"] = float(policy)
     bonus = abs(real(opt.entropy_coef)) / entropy_z * live * size * (1 + stats.entropy)
     return Truth(
@@ -253,8 +235,28 @@ def _objective(batch: Batch, opt: Options, stats: RowStats, seq: Array, count: i
     )
 
 
+def _shares(opt: Options, batch: Batch, lengths: Array, real: type) -> tuple[Array, Any]:
+    """c_i of every sequence, and Z."""
+    count = len(lengths)
+    shares, z = np.ones(count, real), real(count)
+    if opt.mode == "seq_mean_token_mean":
+        shares = 1 / np.maximum(lengths, 1).astype(real)
+    elif opt.mode == "seq_mean_token_sum_norm":
+        if opt.max_completion_length is None:
+            raise ValueError("max_completion_length")
+        z = real(count * opt.max_completion_length)
+    elif opt.mode == "prompt_mean":
+        prompts = prompts_of(count, batch.groups)
+        for prompt in prompts:
+            shares[prompt] = 1 / real(max(int(lengths[prompt].sum()), 1))
+        z = real(len(prompts))
+    elif opt.mode in ("token_mean", "token_sum"):
+        z = real(lengths.sum() if opt.mode == "token_mean" else 1)
+    return shares, max(z, real(1)) if batch.normalizer is None else real(batch.normalizer)
+
+
 def _metrics(
-    opt: Options, live: Array, adv: Array, ratio: Array, seq_ratio: Array, seq: Array, count: int, kl: Array,
+    opt: Options, live: Array, adv: Array, ratio: Array, seq: Array, count: int, kl: Array,
     entropy: Array, weight: Array | None,
 ) -> dict[str, float]:  # fmt: skip
     def mean(values: Array) -> float:
@@ -275,16 +277,18 @@ def _metrics(
         metrics["kl"] = mean(kl)
     if opt.entropy or opt.entropy_coef != 0:
         metrics["entropy"] = mean(entropy)
-    high = opt.epsilon if opt.epsilon_high is None else opt.epsilon_high
+    high = opt.high
     if opt.loss_type == "cispo":
-        metrics["cispo_clip_ratio"] = mean((ratio > high) & (adv > 0))
+        cap = high if opt.cispo_bounds == "absolute" else 1 + high
+        metrics["cispo_clip_ratio"] = mean((ratio > cap) & (adv > 0))
+    if opt.loss_type not in CLIPPED:
         return metrics
     bounded = ratio if opt.delta is None else np.minimum(ratio, opt.delta)
     low_flag, high_flag = (bounded < 1 - opt.epsilon) & (adv < 0), (bounded > 1 + high) & (adv > 0)
     for name, flag in (("low", low_flag), ("high", high_flag), ("region", low_flag | high_flag)):
-        if opt.importance_sampling_level == "sequence":
-            hit = sum(bool(flag[live & (seq == s)].any()) for s in range(count))
-            metrics[f"clip_ratio/{name}_mean"] = hit / max(count, 1)
+        if opt.importance_sampling_level != "token":
+            hits = [flag[mine].mean() for s in range(count) if (mine := live & (seq == s)).any()]
+            metrics[f"clip_ratio/{name}_mean"] = float(sum(hits)) / max(count, 1)
         else:
             metrics[f"clip_ratio/{name}_mean"] = mean(flag)
     return metrics

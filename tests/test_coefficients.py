@@ -122,7 +122,7 @@ def test_nan_is_never_selected_away() -> None:
     nan, one = torch.tensor([float("nan")]), torch.ones(1)
     for advantage in (1.0, -1.0, 0.0):
         assert all(x.isnan().all() for x in formulas.clipped_surrogate(nan, advantage * one, 0.8, 1.2, 2.0, 3.0))
-        assert formulas.cispo_surrogate(nan, advantage * one, one, 5.0)[0].isnan().all()
+        assert formulas.cispo_surrogate(nan, advantage * one, one, 0.8, 5.0)[0].isnan().all()
         assert formulas.clipped_surrogate(one, nan, 0.8, 1.2, 2.0, 3.0)[0].isnan().all()
     for kl in (formulas.kl_k1, formulas.kl_k2, formulas.kl_k3):
         assert all(x.isnan().all() for x in kl(nan))

@@ -34,31 +34,40 @@ def sides(count: int, seed: int) -> dict[str, Tensor]:
     return {"advantages": a, "old": -5 + 0.5 * o, "ref": -5 + 0.5 * f, "weight": w.abs()}
 
 
+SURROGATES = {
+    "clip": (0.8, 1.28), "cispo": (0.5, 1.5), "sapo": (0.8, 1.28), "gpg": (0.8, 1.28), "dro": (0.8, 1.28),
+    "dppo_tv": (0.05, 0.1), "dppo_kl": (0.01, 0.02),
+}  # fmt: skip
+
+
 @needs_cpp
 @pytest.mark.usefixtures("instruction_set")
-@pytest.mark.parametrize("cispo", [False, True])
-@pytest.mark.parametrize("kl", ["none", "k1", "k2", "k3"])
+@pytest.mark.parametrize("surrogate", SURROGATES)
+@pytest.mark.parametrize("kl", ["none", "k1", "abs+", "k2", "k3", "k3+"])
 @pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("given", [("old",), ("weight",), ("old", "weight"), ()])
-def test_terms_are_those_of_the_python_formulas(cispo: bool, kl: str, corrected: bool, given: tuple[str, ...]) -> None:
+def test_terms_are_those_of_the_python_formulas(
+    surrogate: str, kl: str, corrected: bool, bounded: bool, given: tuple[str, ...]
+) -> None:
     logits = torch.randn(64, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     ids, heat, extra = torch.arange(64) % 40, torch.ones((), dtype=torch.float64), sides(64, 2)
     old, weight = (extra[name] if name in given else None for name in ("old", "weight"))
-    limits = (0.8, 1.28, 3.0, 5.0, 0.1)
+    most = (0.3, 0.1, 0.4, 0.2) if bounded else (INF, 0.1, INF, INF)
+    limits = (*SURROGATES[surrogate], 3.0, 5.0, 1.0, 1.05, *most)
     found = row_op("loss_stats")(
-        logits, ids, heat, 1.0, None, False, extra["advantages"], 0, old, extra["ref"], weight, *limits, cispo, kl,
-        corrected,
+        logits, ids, heat, 1.0, None, False, extra["advantages"], 0, old, extra["ref"], weight, limits, surrogate, kl,
+        corrected, bounded,
     )  # fmt: skip
     logp = found[0]
-    ratio = torch.exp(torch.zeros_like(logp) if old is None else logp - old)
     expected = formulas.token_terms(
-        ratio, extra["advantages"], logp, weight, extra["ref"], *limits, cispo, weight is not None, kl, corrected, True
-    )
-    for name, ours, theirs in zip(
-        ("ratio", "loss", "slope", "own", "kl"), found[5:10], (ratio, *expected), strict=True
-    ):
+        torch.zeros_like(logp) if old is None else logp - old, extra["advantages"], logp, weight, extra["ref"], *limits,
+        surrogate, bounded, weight is not None, kl.removesuffix("+"), kl.endswith("+"), bounded, corrected,
+        bounded and weight is not None,
+    )  # fmt: skip
+    for name, ours, theirs in zip(("ratio", "loss", "slope", "own", "kl"), found[5:10], expected, strict=True):
         torch.testing.assert_close(
-            ours, theirs.expand_as(ours), rtol=1e-13, atol=1e-15, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+            ours, theirs.expand_as(ours), rtol=1e-12, atol=1e-14, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
         )
     assert same_bits(found[10], extra["advantages"])
 
@@ -79,7 +88,7 @@ def test_the_gradient_in_one_pass_has_the_bits_of_two(dtype: torch.dtype, softca
     heat = torch.tensor(0.8, dtype=wide)
     arguments = (
         ids, heat, 1.3, softcap, entropy, extra["advantages"], 0, extra["old"], extra["ref"], None,
-        0.8, 1.2, INF, INF, 0.1, False, "k3", False,
+        (0.8, 1.2, INF, INF, 0.0, 0.0, INF, 0.1, INF, INF), "clip", "k3", False, False,
     )  # fmt: skip
     share, scale = torch.rand(count, dtype=wide), torch.tensor(1 / 3, dtype=wide)
     spread = torch.tensor(-0.01, dtype=wide) if entropy else None
@@ -112,9 +121,13 @@ def test_a_gradient_is_scaled_in_place(dtype: torch.dtype) -> None:
 @needs_cpp
 def test_rewards_of_groups_are_refused() -> None:
     rows, ids, one = torch.zeros(2, 5), torch.tensor([0, 1]), torch.ones(())
-    limits = (0.8, 1.2, INF, INF, 0.0, False, "none", False)
-    with pytest.raises(RuntimeError, match="takes advantages"):
-        row_op("loss_stats")(rows, ids, one, 1.0, None, False, torch.ones(2), 2, None, None, None, *limits)
+    limits = (0.8, 1.2, INF, INF, 0.0, 0.0, INF, 0.1, INF, INF)
+    for size, given in ((2, limits), (0, limits[1:])):
+        with pytest.raises(RuntimeError, match="takes advantages" if size else "limits"):
+            row_op("loss_stats")(
+                rows, ids, one, 1.0, None, False, torch.ones(2), size, None, None, None, given, "clip", "none", False,
+                False,
+            )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -38,14 +38,12 @@ MISSED = {
     "half occupied sm_120": "up to 73 registers",
     "half occupied gfx942": "up to 283 registers",
     "row_stats gfx942 float64 entropy": "33 registers spilled, 124 bytes of stack",
-    "loss_stats gfx942 float64 entropy on_policy weight kl=k3 corrected": "24 registers spilled, 92 bytes of stack",
-    "loss_grad_ gfx942 float16 softcap smallest vocab=50257 kl=k2 cispo rewards": "28 scalar registers spilled",
-    "loss_grad_ gfx942 bfloat16 entropy softcap smallest vocab=50257 on_policy weight corrected cispo rewards": (
-        "14 scalar registers spilled"
+    "loss_stats gfx942 float64 entropy on_policy weight kl=k3 corrected surrogate=dppo_kl": (
+        "28 registers spilled, 100 bytes of stack"
     ),
-    "loss_grad_ gfx942 float64 entropy softcap smallest vocab=50257 on_policy weight kl=k2 corrected cispo rewards": (
-        "23 scalar registers spilled"
-    ),
+    "loss_grad_ gfx942 float16 softcap smallest vocab=50257 kl=k2 rewards": "30 scalar registers spilled",
+    "loss_grad_ gfx942 bfloat16 entropy softcap smallest vocab=50257 on_policy weight corrected surrogate=dppo_kl "
+    "rewards": ("17 scalar registers spilled"),
     "loss_grad_ gfx942 bfloat16 entropy softcap weight kl=k3 corrected": "9 scalar registers spilled",
     "loss_grad_ gfx942 float64 entropy softcap weight kl=k3 corrected": "56 registers spilled, 140 bytes of stack",
 }
@@ -87,16 +85,19 @@ def pairwise(**factors: tuple[Any, ...]) -> Iterator[dict[str, Any]]:
 OTHERS = tuple(target for target in TARGETS if target != "sm_90")
 FEATURES = {"dtype": DTYPES, "entropy": BOTH, "softcap": BOTH, "smallest": BOTH}
 SHAPES = {"vocab": (VOCAB, 50_257)}  # rows of an odd length begin anywhere, so that no access can be wide
-LOSS = {"on_policy": BOTH, "weight": BOTH, "corrected": BOTH, "cispo": BOTH, "rewards": BOTH}
+LOSS = {"on_policy": BOTH, "weight": BOTH, "corrected": BOTH, "rewards": BOTH}
 KL = {"kl": ("none", "k1", "k2", "k3")}
+SURROGATES = {"surrogate": ("clip", "cispo", "sapo", "gpg", "dppo_tv", "dppo_kl", "dro")}
+MORE_KL = {"kl": ("none", "k1", "abs", "k2", "k3"), "straight": BOTH, "kl_weighted": BOTH}
 ALL_OPS = (*ROW_OPS, *LOSS_OPS)
 LARGEST = {"entropy": (True,), "softcap": (True,), "weight": (True,), "kl": ("k3",), "corrected": (True,)}
 
 PLANNED = itertools.chain(
     each(op=ROW_OPS, target=("sm_90",), **FEATURES),
     pairwise(op=LOSS_OPS, target=("sm_90",), **FEATURES, **SHAPES, **LOSS, **KL),
+    pairwise(op=LOSS_OPS, target=("sm_90",), **LOSS, **SURROGATES, **MORE_KL),
     pairwise(target=OTHERS, op=ROW_OPS, **FEATURES, **SHAPES),
-    pairwise(target=OTHERS, op=LOSS_OPS, **FEATURES, **SHAPES, **LOSS, **KL),
+    pairwise(target=OTHERS, op=LOSS_OPS, **FEATURES, **SHAPES, **LOSS, **KL, surrogate=("clip", "dppo_kl")),
     each(op=("loss_grad_",), target=OTHERS, dtype=("bfloat16", "float64"), **LARGEST),
     each(op=("row_scale_",), target=TARGETS),
     each(op=("row_grad",), target=TARGETS, dtype=("float32",), entropy=BOTH, softcap=BOTH, out=("bfloat16",)),

@@ -55,8 +55,9 @@ def calls(
     one = torch.empty((), device="meta")
     sequences = torch.empty(8, device="meta")[rows]
     source = (sequences, 1) if rewards else (row if packed else sequences[:, None], 0)
-    schedule = (0.8 - step / 1000, 1.2 + step / 1000, float("inf"), 3.0 + step, 0.01 * (step + 1))
-    loss = (*source, old, ref, weight, *schedule, False, "k3", True)
+    schedule = (0.8 - step / 1000, 1.2 + step / 1000, float("inf"), 3.0 + step)
+    limits = [*schedule, 1.0, 1.05, float("inf"), 0.01 * (step + 1), 20.0, 10.0]
+    loss = (*source, old, ref, weight, limits, "clip", "k3", True, False)
     arguments = (logits, ids, row if tempered else one, 1.0, None)
     gradient = (*arguments, *[row] * 5, row if entropy else None)
     return {

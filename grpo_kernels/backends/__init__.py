@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import ops  # noqa: F401  (registers the ops)
 from ..config import GRPOLossConfig
+from ..objective import whole_field
 from ..ops.schema import NAMESPACE, last_used, record
 from . import cpp
 
@@ -153,9 +154,9 @@ def row_op(kind: str, impl: str) -> Callable[..., Any]:
     return op
 
 
-def loss_op(config: GRPOLossConfig, impl: str) -> Callable[..., Any] | None:
+def loss_op(config: GRPOLossConfig, impl: str, on_policy: bool) -> Callable[..., Any] | None:
     """The op that makes statistics and token terms in one pass, if one claims this config; None: the general route."""
-    if impl not in ("triton", "cpp") or config.importance_sampling_level != "token":
+    if impl not in ("triton", "cpp") or whole_field(config, on_policy) is not None:
         return None
     return row_op("loss_stats", impl)
 

@@ -18,6 +18,7 @@ row_stats_* returns, per row (0 at dead rows; float64 for float64 logits, else f
 loss_stats_* are those of a token-level loss in the same pass: (logps, entropy, row_max, sum_exp, sum_others), then per
 row (ratio, loss, slope, own_slope, kl) of `formulas.token_terms` and the advantage. Side inputs are broadcastable to
 the targets, any strides, dtype of the statistics; with group_size > 0 `advantages` are rewards of consecutive groups.
+`limits` and what follows are `objective.term_options`.
 
 loss_grad_*_ does the same and, in the same launch, writes d loss / d logits over the logits: `share` is c_i per
 row, `scale` 1 / Z, `entropy_scale` d loss / d entropy. row_scale_*_ multiplies them by an upstream gradient later.
@@ -55,8 +56,8 @@ _WEIGHTS = (
 )
 _LOSS = (
     "Tensor targets, Tensor temperature, float logit_scale, float? softcap, bool entropy,"
-    " Tensor advantages, int group_size, Tensor? old, Tensor? ref, Tensor? weight, float lower, float upper,"
-    " float delta, float dual_clip, float beta, bool cispo, str kl, bool corrected"
+    " Tensor advantages, int group_size, Tensor? old, Tensor? ref, Tensor? weight, float[] limits, str surrogate,"
+    " str kl, bool corrected, bool kl_weighted"
 )
 _LOSS_OUT = ") -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 _library = torch.library.Library(NAMESPACE, "DEF")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .config import ConfigError, TrainConfig, load_config
+from .bounds import ConfigError
+from .config import TrainConfig, load_config
 
 if TYPE_CHECKING:
     from .loop import train

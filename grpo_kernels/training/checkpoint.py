@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from .config import ConfigError
+from .bounds import ConfigError
 
 _PREFIX = "checkpoint-"
 _UNCHECKED = ("steps", "save_every", "tracker", "output_dir")  # may differ when a run goes on

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import grpo_kernels as gk
 
-from .config import ConfigError, describe_fields, load_config
+from .bounds import ConfigError
+from .config import describe_fields, load_config
 
 _EXAMPLE = "example: grpo-kernels train --config examples/sums.toml --steps 100 --update.learning_rate 5e-5"
 _SETTINGS_HELP = (

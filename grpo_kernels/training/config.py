@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from .bounds import ConfigError, at_least, one_of, positive
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -32,10 +33,6 @@ _DEMO_PROMPT = "{metadata[expression]} ="
 _DEMO_SUMS = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
 
 
-class ConfigError(ValueError):
-    """A setting that is unknown, of the wrong type, or out of range; the text says what to do."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Which policy is trained."""
@@ -48,10 +45,10 @@ class ModelConfig:
     system_prompt: str = ""  # with a chat template only
 
     def __post_init__(self) -> None:
-        _one_of("model.dtype", self.dtype, DTYPES)
-        _one_of("model.mixed_precision", self.mixed_precision, MIXED_PRECISION)
-        _one_of("model.attn", self.attn, ATTENTION)
-        _one_of("model.chat_template", self.chat_template, CHAT_TEMPLATE)
+        one_of("model.dtype", self.dtype, DTYPES)
+        one_of("model.mixed_precision", self.mixed_precision, MIXED_PRECISION)
+        one_of("model.attn", self.attn, ATTENTION)
+        one_of("model.chat_template", self.chat_template, CHAT_TEMPLATE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +64,9 @@ class EmbeddedConfig:
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "num_layers", "num_heads", "warmup_batch_size"):
-            _at_least(f"embedded.{name}", getattr(self, name), 1)
-        _at_least("embedded.warmup_steps", self.warmup_steps, 0)
-        _positive("embedded.warmup_learning_rate", self.warmup_learning_rate)
+            at_least(f"embedded.{name}", getattr(self, name), 1)
+        at_least("embedded.warmup_steps", self.warmup_steps, 0)
+        positive("embedded.warmup_learning_rate", self.warmup_learning_rate)
         if self.hidden_size % (2 * self.num_heads) != 0:
             raise ConfigError(
                 "TrainConfig: embedded.hidden_size must be a multiple of 2 * embedded.num_heads, "
@@ -86,8 +83,8 @@ class LoraConfig:
     target_modules: tuple[str, ...] = ("all-linear",)
 
     def __post_init__(self) -> None:
-        _at_least("lora.rank", self.rank, 0)
-        _positive("lora.alpha", self.alpha)
+        at_least("lora.rank", self.rank, 0)
+        positive("lora.alpha", self.alpha)
         if not self.target_modules:
             raise ConfigError("TrainConfig: lora.target_modules must name a module, got []. Use 'all-linear'.")
 
@@ -109,7 +106,7 @@ class TaskConfig:
     workers: int = 2  # "code": programs that run at once
 
     def __post_init__(self) -> None:
-        _one_of("task.kind", self.kind, TASK_KINDS)
+        one_of("task.kind", self.kind, TASK_KINDS)
         if self.kind == "jsonl" and not self.path:
             raise ConfigError('TrainConfig: task.path must name a file for task.kind = "jsonl", got "". Set task.path.')
         if self.kind != "jsonl" and self.path:
@@ -119,10 +116,10 @@ class TaskConfig:
                 f'TrainConfig: task.reward must be "builtin", "code" or "module:function", got {self.reward!r}. '
                 "Give an importable function."
             )
-        _at_least("task.held_out", self.held_out, 1)
-        _at_least("task.memory_limit_mb", self.memory_limit_mb, 1)
-        _at_least("task.workers", self.workers, 1)
-        _positive("task.time_limit_s", self.time_limit_s)
+        at_least("task.held_out", self.held_out, 1)
+        at_least("task.memory_limit_mb", self.memory_limit_mb, 1)
+        at_least("task.workers", self.workers, 1)
+        positive("task.time_limit_s", self.time_limit_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,9 +134,9 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         for name in ("prompts_per_step", "num_generations", "max_completion_length"):
-            _at_least(f"sampling.{name}", getattr(self, name), 1)
-        _at_least("sampling.max_sequences", self.max_sequences, 0)
-        _positive("sampling.temperature", self.temperature)
+            at_least(f"sampling.{name}", getattr(self, name), 1)
+        at_least("sampling.max_sequences", self.max_sequences, 0)
+        positive("sampling.temperature", self.temperature)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,8 +147,8 @@ class AdvantagesConfig:
     scale: str = "group"
 
     def __post_init__(self) -> None:
-        _one_of("advantages.baseline", self.baseline, ("mean", "leave_one_out", "none"))
-        _one_of("advantages.scale", self.scale, ("group", "batch", "none"))
+        one_of("advantages.baseline", self.baseline, ("mean", "leave_one_out", "none"))
+        one_of("advantages.scale", self.scale, ("group", "batch", "none"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,16 +168,32 @@ class UpdateConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_iterations", "num_minibatches", "max_tokens_per_pack"):
-            _at_least(f"update.{name}", getattr(self, name), 1)
-        _one_of("update.packing", self.packing, ("auto", "never"))
-        _positive("update.learning_rate", self.learning_rate)
+            at_least(f"update.{name}", getattr(self, name), 1)
+        one_of("update.packing", self.packing, ("auto", "never"))
+        positive("update.learning_rate", self.learning_rate)
         for name in ("lr_warmup_updates", "weight_decay", "max_grad_norm"):
-            _at_least(f"update.{name}", getattr(self, name), 0)
+            at_least(f"update.{name}", getattr(self, name), 0)
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(
                     f"TrainConfig: update.{name} must be in [0, 1), got {getattr(self, name)}. Try 0.9 and 0.99."
                 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MonitorConfig:
+    """A panel with the number of responses per prompt that the run's own gradients advise (grpo_kernels.lab)."""
+
+    every: int = 0  # steps from one measurement to the next; 0: none
+    ema: float = 0.9  # weight of the earlier measurements
+    sketch: int = 32  # numbers kept of the head's scores on the vocabulary's side
+    prompt_cost: float = 0.0  # of one more prompt, in responses: prefill, sandbox set-up
+
+    def __post_init__(self) -> None:
+        for name, low in (("every", 0), ("sketch", 1), ("prompt_cost", 0)):
+            at_least(f"monitor.{name}", getattr(self, name), low)
+        if not 0 <= self.ema < 1:
+            raise ConfigError(f"TrainConfig: monitor.ema must be in [0, 1), got {self.ema}. Try 0.9.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,18 +214,25 @@ class TrainConfig:
     advantages: AdvantagesConfig = field(default_factory=AdvantagesConfig)
     loss: dict[str, Any] = field(default_factory=dict)  # fields of grpo_kernels.GRPOLossConfig
     update: UpdateConfig = field(default_factory=UpdateConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
 
     def __post_init__(self) -> None:
-        _one_of("device", self.device, DEVICES)
-        _at_least("seed", self.seed, 0)
-        _at_least("steps", self.steps, 1)
-        _at_least("save_every", self.save_every, 0)
+        one_of("device", self.device, DEVICES)
+        at_least("seed", self.seed, 0)
+        at_least("steps", self.steps, 1)
+        at_least("save_every", self.save_every, 0)
         if not self.output_dir:
             raise ConfigError('TrainConfig: output_dir must name a folder, got "". Set output_dir.')
         if self.update.num_minibatches > self.sampling.prompts_per_step:
             raise ConfigError(
                 "TrainConfig: update.num_minibatches must be at most sampling.prompts_per_step, "
                 f"got {self.update.num_minibatches} and {self.sampling.prompts_per_step}. Groups are never split."
+            )
+        first = self.sampling.prompts_per_step // self.update.num_minibatches
+        if self.monitor.every and (self.sampling.num_generations < 4 or first < 2):
+            raise ConfigError(
+                "TrainConfig: monitor.every must be 0 without two prompts of four responses in the first minibatch, "
+                f"got {first} of {self.sampling.num_generations}. Raise sampling.num_generations."
             )
         if self.model.path and self.embedded != EmbeddedConfig():
             raise ConfigError(
@@ -327,20 +347,3 @@ def _toml_value(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
-
-
-def _one_of(key: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        close = difflib.get_close_matches(value, allowed, n=1)
-        hint = f'Did you mean "{close[0]}"?' if close else "Choose one of them."
-        raise ConfigError(f"TrainConfig: {key} must be one of {', '.join(allowed)}, got {value!r}. {hint}")
-
-
-def _at_least(key: str, value: float, low: float) -> None:
-    if not (value >= low and math.isfinite(value)):
-        raise ConfigError(f"TrainConfig: {key} must be at least {low}, got {value}. Raise it.")
-
-
-def _positive(key: str, value: float) -> None:
-    if not (value > 0 and math.isfinite(value)):
-        raise ConfigError(f"TrainConfig: {key} must be > 0 and finite, got {value}. Raise it.")

@@ -55,6 +55,7 @@ class LiveTable:
         self._console = console or import_extra("rich.console").Console()
         self._rows: deque[list[str]] = deque(maxlen=_ROWS_SHOWN)
         self._live: Any = None
+        self._note: tuple[str, list[str]] | None = None
         if self._console.is_terminal:
             progress = import_extra("rich.progress")
             columns = [progress.BarColumn(None), progress.MofNCompleteColumn(), progress.TimeRemainingColumn()]
@@ -84,6 +85,15 @@ class LiveTable:
         else:
             self._write_line(self._rows[-1])
 
+    def note(self, title: str, lines: list[str]) -> None:
+        """Shows lines that stay until the next note: a panel on a terminal, the lines themselves elsewhere."""
+        if self._live is None:
+            for line in lines:
+                self._console.file.write(f"{title}: {line}\n")
+            self._console.file.flush()
+        else:
+            self._note = (title, lines)
+
     def _write_line(self, cells: list[str]) -> None:
         line = "  ".join(cell.rjust(column.width) for cell, column in zip(cells, _COLUMNS, strict=True))
         self._console.file.write(line + "\n")
@@ -95,7 +105,11 @@ class LiveTable:
             table.add_column(column.title, justify="right", min_width=column.width, no_wrap=True)
         for index, cells in enumerate(self._rows):
             table.add_row(*cells, style="bold" if index == len(self._rows) - 1 else "dim")
-        group: RenderableType = import_extra("rich.console").Group(table, self._progress)
+        parts: list[RenderableType] = [table]
+        if self._note is not None:
+            title, lines = self._note
+            parts.append(import_extra("rich.panel").Panel("\n".join(lines), title=title, title_align="left"))
+        group: RenderableType = import_extra("rich.console").Group(*parts, self._progress)
         return group
 
 

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from types import ModuleType
+
+from .. import extras
 
 
 def import_extra(name: str) -> ModuleType:
     """The module `name`. Raises ModuleNotFoundError with the command that installs it when its package is missing."""
-    package = name.partition(".")[0]
-    try:
-        importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        if error.name != package:
-            raise
-        raise ModuleNotFoundError(
-            f"import_extra: {package} must be installed for training, got no such package. "
-            "Run: pip install 'grpo-kernels[train]'",
-            name=package,
-        ) from None
-    return importlib.import_module(name)
+    return extras.import_extra(name, "train", "training")

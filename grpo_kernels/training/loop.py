@@ -36,6 +36,7 @@ import grpo_kernels as gk
 from .checkpoint import load_checkpoint, save_checkpoint
 from .config import TrainConfig, config_to_dict
 from .display import LiveTable, print_summary
+from .group_size import GroupSizeWatch
 from .loss_step import measure_loss_step
 from .measure import Stopwatch, peak_memory_mb, versions
 from .packing import make_packs
@@ -87,6 +88,9 @@ def train(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
         with clock("evaluation"):
             before = solve_rate(policy, tokenizer, task, config, accelerator)
         progress = {"step": 0, "updates": 0, "history": [], "solve_rate_before": before}
+    watch = GroupSizeWatch(config, policy) if config.monitor.every and main else None
+    if watch is not None and "monitor" in progress:
+        watch.monitor.load_state_dict(progress["monitor"])
     history: list[dict[str, float]] = progress["history"]
     updates: int = progress["updates"]
 
@@ -143,6 +147,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
                 if loss_config.beta != 0:
                     with policy.reference(frozen) as base, accelerator.autocast():
                         reference = completion_logps(base, all_packs(minibatches), loss_config.temperature)  # (N,)
+                head_scores = None if watch is None else watch.scores(step, minibatches[0])
                 metrics = update_policy(
                     trained,
                     optimizer,
@@ -151,6 +156,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
                     loss_config,
                     config.update,
                     updates,
+                    head_scores,
                 )
                 updates += config.update.num_iterations * config.update.num_minibatches
                 last = (minibatches[0][0], advantages[minibatches[0][0].sequences])
@@ -171,11 +177,15 @@ def train(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
             log.write(json.dumps(row) + "\n")
             log.flush()
             accelerator.log(row, step=step + 1)
+            if watch is not None and head_scores is not None and isinstance(table, LiveTable):
+                table.note("Responses per prompt", watch.take(head_scores, own))
             if isinstance(table, LiveTable):
                 table.update(row)
             if config.save_every and (step + 1) % config.save_every == 0:
                 progress |= {"step": step + 1, "updates": updates, "seconds": dict(clock.seconds)}
                 progress |= {"config": config_to_dict(config)}
+                if watch is not None:
+                    progress |= {"monitor": watch.monitor.state_dict()}
                 save_checkpoint(output_dir, accelerator, policy, optimizer, generator, progress)
 
     with clock("evaluation"):
@@ -199,6 +209,8 @@ def train(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
         "versions": versions(),
         "settings": config_to_dict(config),
     }
+    if watch is not None:
+        summary["group_size_advice"] = watch.lines()
     if main:
         policy.save(output_dir / "model", tokenizer)
         (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")

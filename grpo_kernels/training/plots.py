@@ -7,28 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..plotting import BLUE, GREEN, GREY, ORANGE, STYLE, new_figure, save_png
 from .extras import import_extra
-
-_BLUE, _ORANGE, _GREEN, _GREY = "#2f6db5", "#d9762b", "#1f7a4c", "#5b6470"
-_STYLE = {
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.titlepad": 8,
-    "axes.edgecolor": "#b8bec6",
-    "axes.labelcolor": _GREY,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e6e9ed",
-    "xtick.color": _GREY,
-    "ytick.color": _GREY,
-    "legend.edgecolor": "none",
-    "legend.framealpha": 0.85,
-    "legend.labelcolor": _GREY,
-}
 
 
 def save_curves(history: Sequence[Mapping[str, float]], summary: Mapping[str, Any], path: Path) -> None:
@@ -37,11 +17,9 @@ def save_curves(history: Sequence[Mapping[str, float]], summary: Mapping[str, An
     The first panel marks the held-out greedy solve rate before and after training. Thin lines are single steps, thick
     ones the mean over the neighbouring steps. A KL that is 0 in every step is left out.
     """
-    matplotlib, image = import_extra("matplotlib"), import_extra("PIL.Image")
-    with matplotlib.rc_context(_STYLE):
-        figure = import_extra("matplotlib.figure").Figure(figsize=(10.5, 3.2), dpi=140)
-        canvas = import_extra("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
-        figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
+    matplotlib = import_extra("matplotlib")
+    with matplotlib.rc_context(STYLE):
+        figure, canvas = new_figure(import_extra, 10.5, 3.2)
         solved, exploration, clipped = figure.subplots(1, 3, width_ratios=(1.5, 1, 1))
         _draw_solved(solved, history, summary)
         _draw_exploration(exploration, history)
@@ -54,26 +32,24 @@ def save_curves(history: Sequence[Mapping[str, float]], summary: Mapping[str, An
                 import_extra("matplotlib.ticker").MaxNLocator(6, integer=True, steps=[1, 2, 5, 10])
             )
         canvas.draw()
-    # A palette is all that a few lines and their edges need, at a third of the bytes.
-    drawn = image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba())
-    drawn.convert("RGB").quantize(256).save(path, format="PNG", optimize=True)
+    save_png(import_extra, canvas, path)
 
 
 def _draw_solved(axes: Any, history: Sequence[Mapping[str, float]], summary: Mapping[str, Any]) -> None:
     axes.set_title("Reward and solve rate")
     # Wide and pale below the other: the two coincide where a reward is 1 or 0.
-    _draw(axes, history, "reward", _ORANGE, "mean reward", width=6, alpha=0.4)
-    _draw(axes, history, "solve_rate", _BLUE, "solve rate, sampled")
+    _draw(axes, history, "reward", ORANGE, "mean reward", width=6, alpha=0.4)
+    _draw(axes, history, "solve_rate", BLUE, "solve rate, sampled")
     ends = (history[0]["step"] - 1, history[-1]["step"])
     before, after = summary["solve_rate_before"], summary["solve_rate_after"]
     label = f"held-out, greedy: {before:.1%} → {after:.1%}"
-    axes.plot(ends, (before, after), "o", color=_GREEN, markersize=8, markeredgecolor="white", label=label, zorder=5)
+    axes.plot(ends, (before, after), "o", color=GREEN, markersize=8, markeredgecolor="white", label=label, zorder=5)
     axes.margins(y=0.1)
     axes.legend()
 
 
 def _draw_exploration(axes: Any, history: Sequence[Mapping[str, float]]) -> None:
-    _draw(axes, history, "entropy", _BLUE, "entropy")
+    _draw(axes, history, "entropy", BLUE, "entropy")
     axes.set_ylim(bottom=0)
     if all(row.get("kl", 0.0) == 0.0 for row in history):
         axes.set_title("Entropy [nats]")
@@ -81,9 +57,9 @@ def _draw_exploration(axes: Any, history: Sequence[Mapping[str, float]]) -> None
     axes.set_title("Entropy and KL [nats]")
     right = axes.twinx()
     right.grid(visible=False)
-    _draw(right, history, "kl", _ORANGE, "KL")
+    _draw(right, history, "kl", ORANGE, "KL")
     right.set_ylim(bottom=0)
-    for side, color, text in ((axes, _BLUE, "entropy"), (right, _ORANGE, "KL to the reference")):
+    for side, color, text in ((axes, BLUE, "entropy"), (right, ORANGE, "KL to the reference")):
         side.tick_params(axis="y", colors=color)
         side.set_ylabel(text, color=color)
 
@@ -91,12 +67,12 @@ def _draw_exploration(axes: Any, history: Sequence[Mapping[str, float]]) -> None
 def _draw_clipped(axes: Any, history: Sequence[Mapping[str, float]]) -> None:
     axes.set_title("Clipped share")
     axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:g}%")
-    _draw(axes, history, "clip", _BLUE, "clipped")
+    _draw(axes, history, "clip", BLUE, "clipped")
     axes.set_ylim(bottom=0)
     if all(row.get("clip", 0.0) == 0.0 for row in history):
         axes.set_ylim(0, 1)
         axes.set_yticks([0])
-        axes.text(0.5, 0.5, "0 in every step", transform=axes.transAxes, ha="center", color=_GREY)
+        axes.text(0.5, 0.5, "0 in every step", transform=axes.transAxes, ha="center", color=GREY)
 
 
 def _draw(

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicCache
 
-from .config import ConfigError, LoraConfig, ModelConfig
+from .bounds import ConfigError
+from .config import LoraConfig, ModelConfig
 from .packing import Layout, Pack, make_packs
 
 

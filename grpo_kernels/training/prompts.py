@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .config import ConfigError, ModelConfig
+from .bounds import ConfigError
+from .config import ModelConfig
 from .tasks import Example
 
 

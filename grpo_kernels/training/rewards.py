@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from .config import ConfigError
+from .bounds import ConfigError
 from .extras import import_extra
 from .sandbox import Case, Limits, Verdict, check_assertions, check_output, check_test_code, require_sandbox
 

@@ -12,8 +12,9 @@ from accelerate.utils import DistributedType
 from transformers import PreTrainedTokenizerBase
 
 from . import embedded
+from .bounds import ConfigError
 from .checkpoint import checkpoints, newest_checkpoint
-from .config import ConfigError, TrainConfig, config_to_dict
+from .config import TrainConfig, config_to_dict
 from .measure import Stopwatch
 from .policy import Policy, choose_attention, load_pretrained
 from .prompts import encode_answers, encode_prompts

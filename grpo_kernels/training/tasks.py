@@ -14,7 +14,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from .config import ConfigError, TaskConfig
+from .bounds import ConfigError
+from .config import TaskConfig
 from .extras import import_extra
 from .rewards import CodeReward, Example, FunctionReward, MathReward, ScorerReward, Verifier
 from .sandbox import Limits

@@ -14,8 +14,11 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 import grpo_kernels as gk
+from grpo_kernels.lab import HeadScores
 
-from .config import ConfigError, TrainConfig, UpdateConfig, check_known
+from .bounds import ConfigError
+from .config import TrainConfig, UpdateConfig, check_known
+from .group_size import watching
 from .packing import Pack
 from .policy import Policy
 
@@ -26,6 +29,12 @@ _SET_BY_LOOP = {
     "softcap": "the model's own head applies it",
     "logit_scale": "the model's own head applies it",
     "entropy": "it is always reported",
+    "rollout_correction": "the policy that samples is the one that is trained, so there is nothing to correct",
+    "top_entropy_quantile": "an update's tokens come in packs, and no pack sees the quantile of them all",
+}
+_NOT_OF_PACKS = {  # an update's sequences come in packs, and no pack sees them all
+    "loss_type": (("clip_cov", "kl_cov"), "must need no token but a sequence's own"),
+    "aggregation": (("prompt_mean", "token_sum"), "must be a mean over tokens or sequences"),
 }
 
 
@@ -49,6 +58,11 @@ def make_loss_config(config: TrainConfig) -> gk.GRPOLossConfig:
         if key in _SET_BY_LOOP:
             raise ConfigError(
                 f"TrainConfig: loss.{key} must be left out, got {config.loss[key]!r}: {_SET_BY_LOOP[key]}. Remove it."
+            )
+    for key, (values, requirement) in _NOT_OF_PACKS.items():
+        if config.loss.get(key) in values:
+            raise ConfigError(
+                f"TrainConfig: loss.{key} {requirement}, got {config.loss[key]!r}. The loop cuts a batch into packs."
             )
     try:
         return gk.GRPOLossConfig(
@@ -99,16 +113,11 @@ def policy_loss(policy: Policy, rows: Tensor, pack: Pack, **arguments: Any) -> g
 
 def normalizer(config: gk.GRPOLossConfig, num_sequences: float, num_tokens: float) -> float:
     """The loss's denominator Z for so many sequences and completion tokens."""
-    if config.loss_type in ("dapo", "bnpo", "cispo"):
+    if config.aggregation_mode == "token_mean":
         return num_tokens
-    if config.loss_type == "grpo":
-        return num_sequences
-    if config.loss_type == "dr_grpo" and config.max_completion_length is not None:
+    if config.aggregation_mode == "seq_mean_token_sum_norm" and config.max_completion_length is not None:
         return num_sequences * config.max_completion_length
-    raise ConfigError(
-        f"normalizer: loss.loss_type must be grpo, bnpo, dr_grpo, dapo or cispo, got {config.loss_type!r}. "
-        "The loop knows the denominator of these."
-    )
+    return num_sequences
 
 
 def update_policy(
@@ -119,11 +128,12 @@ def update_policy(
     loss_config: gk.GRPOLossConfig,
     config: UpdateConfig,
     updates_done: int,
+    scores: HeadScores | None = None,
 ) -> dict[str, float]:
     """num_iterations passes over the experience with an optimiser step per minibatch; returns the means of its metrics.
 
     Gradients accumulate over a minibatch's packs. Each pack divides by the minibatch's own Z over all processes, so
-    that the sum is the gradient of the whole, however it is cut.
+    that the sum is the gradient of the whole, however it is cut. `scores` sees the first of the updates.
     """
     totals = _Totals(accelerator, loss_config)
     schedule = [packs for _ in range(config.num_iterations) for packs in experience.minibatches]
@@ -139,7 +149,7 @@ def update_policy(
         for pack in packs:
             with contextlib.nullcontext() if pack is packs[-1] else accelerator.no_sync(policy):
                 rows = policy(pack)  # (n, H), or logits (n, V)
-                with accelerator.autocast():
+                with accelerator.autocast(), watching(scores if update == updates_done else None, pack):
                     output = policy_loss(
                         accelerator.unwrap_model(policy),
                         rows,
@@ -177,6 +187,7 @@ class _Totals:
     def __init__(self, accelerator: Accelerator, config: gk.GRPOLossConfig) -> None:
         self._accelerator = accelerator
         self._clip = "cispo_clip_ratio" if config.loss_type == "cispo" else "clip_ratio/region_mean"
+        self._clips = bool(config.row.bounds)
         self._clip_counts_tokens = config.importance_sampling_level == "token"
         self._has_kl = config.beta != 0
         self._sums = torch.zeros(6, device=accelerator.device)  # loss, kl, entropy, clip, tokens, clip's count
@@ -186,8 +197,10 @@ class _Totals:
         tokens = float(len(pack.completion_ids))
         flags = tokens if self._clip_counts_tokens else float(pack.sequences.stop - pack.sequences.start)
         metrics = output.metrics
-        kl = metrics["kl"] if self._has_kl else output.loss.new_zeros(())
-        sums = [output.loss.detach(), kl * tokens, metrics["entropy"] * tokens, metrics[self._clip] * flags]
+        nothing = output.loss.new_zeros(())
+        kl = metrics["kl"] if self._has_kl else nothing
+        clip = metrics[self._clip] if self._clips else nothing
+        sums = [output.loss.detach(), kl * tokens, metrics["entropy"] * tokens, clip * flags]
         self._sums += torch.cat([torch.stack(sums).float(), self._sums.new_tensor([tokens, flags])])
 
     def means(self, updates: int) -> dict[str, float]:

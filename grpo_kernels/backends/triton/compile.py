@@ -47,7 +47,9 @@ class Case:
     weight: bool = False
     kl: str = "none"
     corrected: bool = False
-    cispo: bool = False
+    straight: bool = False
+    kl_weighted: bool = False
+    surrogate: str = "clip"
     rewards: bool = False
     out: str = ""  # of a gradient beside the logits: its dtype, if another
 
@@ -194,7 +196,9 @@ def _loss_arguments(case: Case, row: Tensor) -> tuple[Any, ...]:
     old = None if case.on_policy else row
     ref = None if case.kl == "none" else row
     weight = row if case.weight else None
-    return (*source, old, ref, weight, 0.8, 1.2, 4.0, 3.0, 0.1, case.cispo, case.kl, case.corrected)
+    kl = case.kl + "+" * (case.straight and case.kl != "none")
+    limits = [0.8, 1.2, 4.0, 3.0, 1.0, 1.05, 20.0, 0.1, 20.0, 10.0]
+    return (*source, old, ref, weight, limits, case.surrogate, kl, case.corrected, case.kl_weighted)
 
 
 def usual_cases(target: str, dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")) -> list[Case]:

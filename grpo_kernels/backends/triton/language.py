@@ -23,16 +23,18 @@ def _jitted(function: Callable[..., Any], **names: Any) -> Any:
     return triton.jit(copy)
 
 
-_product = {"zero_safe_product": _jitted(formulas.zero_safe_product)}
-token_terms = _jitted(
-    formulas.token_terms,
-    clipped_surrogate=_jitted(formulas.clipped_surrogate),
-    cispo_surrogate=_jitted(formulas.cispo_surrogate, **_product),
-    kl_k1=_jitted(formulas.kl_k1),
-    kl_k2=_jitted(formulas.kl_k2),
-    kl_k3=_jitted(formulas.kl_k3),
-    **_product,
-)
+def _formulas(*names: str, **known: Any) -> dict[str, Any]:
+    """Formulas by name, each with those before it in reach."""
+    for name in names:
+        known[name] = _jitted(getattr(formulas, name), **known)
+    return known
+
+
+token_terms = _formulas(
+    "zero_safe_product", "bounded", "clipped_surrogate", "weighted_logp", "cispo_surrogate", "ratio_surrogate",
+    "soft_surrogate", "dro_surrogate", "leaves_tv", "leaves_kl", "kl_k1", "kl_abs", "kl_k2", "kl_k3", "policy_terms",
+    "penalised_terms", "token_terms",
+)["token_terms"]  # fmt: skip
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -192,7 +192,7 @@ def row_stats(
 def loss_stats(
     logits: Tensor, targets: Tensor, temperature: Tensor, logit_scale: float, softcap: float | None, entropy: bool,
     advantages: Tensor, group_size: int, old: Tensor | None, ref: Tensor | None, weight: Tensor | None,
-    lower: float, upper: float, delta: float, dual_clip: float, beta: float, cispo: bool, kl: str, corrected: bool,
+    limits: Sequence[float], surrogate: str, kl: str, corrected: bool, kl_weighted: bool,
     share: Tensor | None = None, scale: Tensor | None = None, entropy_scale: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """See ops/schema.py. With `share` the gradient is written over the logits."""
@@ -208,7 +208,7 @@ def loss_stats(
     sides = [advantages if value is None else value for value in (advantages, old, ref, weight)]
     strided = (None if group_size else advantages, old, ref, weight, share)
     strides = [stride for value in strided for stride in side_strides(value, targets)]
-    scalars = _scalars((lower, upper, delta, dual_clip, beta, EPS, 0.0), dtype, logits.device)
+    scalars = _scalars((*limits, EPS, 0.0), dtype, logits.device)
     shares = scalars if share is None else share
     scales = scalars[-1:] if scale is None else scale.reshape(1)
     entropy_scales = scalars[-1:] if entropy_scale is None else entropy_scale.reshape(1)
@@ -217,7 +217,9 @@ def loss_stats(
         grpo_loss_fwd_kernel[(targets.numel(),)](
             logits, flat(targets), heat, *sides, scalars, shares, scales, entropy_scales, *outputs,
             length, logits.shape[-1], batch_stride, token_stride, heat_stride, group_size, *strides,
-            ON_POLICY=old is None, CISPO=cispo, WEIGHTED=weight is not None, KL=kl, CORRECTED=corrected,
+            ON_POLICY=old is None, SURROGATE=surrogate, WEIGHTED=weight is not None,
+            KL=kl.removesuffix("+"), STRAIGHT=kl.endswith("+"), CORRECTED=corrected,
+            KL_WEIGHTED=kl_weighted and weight is not None and kl != "none",
             GROUP=triton.next_power_of_2(group_size) if group_size else 0, GRADIENT=share is not None,
             ALIGNED=aligned(logits), PAIRED=logits.dtype == torch.bfloat16,
             **common_options(logits, target, tile, logit_scale, softcap, entropy),

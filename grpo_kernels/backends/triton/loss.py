@@ -47,8 +47,9 @@ def grpo_loss_fwd_kernel(
     advantages_batch_stride, advantages_token_stride, old_batch_stride, old_token_stride,
     ref_batch_stride, ref_token_stride, weight_batch_stride, weight_token_stride,
     share_batch_stride, share_token_stride,
-    ON_POLICY: tl.constexpr, CISPO: tl.constexpr, WEIGHTED: tl.constexpr, KL: tl.constexpr, CORRECTED: tl.constexpr,
-    GROUP: tl.constexpr, GRADIENT: tl.constexpr,
+    ON_POLICY: tl.constexpr, SURROGATE: tl.constexpr, WEIGHTED: tl.constexpr, KL: tl.constexpr,
+    STRAIGHT: tl.constexpr, CORRECTED: tl.constexpr, KL_WEIGHTED: tl.constexpr, GROUP: tl.constexpr,
+    GRADIENT: tl.constexpr,
     logit_scale: tl.constexpr, softcap: tl.constexpr, masked_below: tl.constexpr,
     factor: tl.constexpr, ENTROPY: tl.constexpr, SOFTCAP: tl.constexpr, FLOAT: tl.constexpr, LANES: tl.constexpr,
     VEC: tl.constexpr, ALIGNED: tl.constexpr, PAIRED: tl.constexpr, FUSED: tl.constexpr, NVIDIA: tl.constexpr,
@@ -98,22 +99,23 @@ def grpo_loss_fwd_kernel(
         sequence = n // T
         token = n % T
         if GROUP > 0:
-            advantage = group_advantage(advantages, sequence, group_size, tl.load(scalars + 5), GROUP).to(FLOAT)
+            advantage = group_advantage(advantages, sequence, group_size, tl.load(scalars + 10), GROUP).to(FLOAT)
         else:
             advantage = tl.load(advantages + sequence * advantages_batch_stride + token * advantages_token_stride)
-        log_ratio = tl.where(logp == logp, 0.0, logp)
+        gap = tl.where(logp == logp, 0.0, logp)
         if not ON_POLICY:
-            log_ratio = logp - tl.load(old + sequence * old_batch_stride + token * old_token_stride)
-        ratio = tl.exp(log_ratio)
-        rollout = ratio
+            gap = logp - tl.load(old + sequence * old_batch_stride + token * old_token_stride)
+        rollout = gap
         if WEIGHTED:
             rollout = tl.load(weight + sequence * weight_batch_stride + token * weight_token_stride)
         anchor = logp
         if KL != "none":
             anchor = tl.load(ref + sequence * ref_batch_stride + token * ref_token_stride)
-        loss, slope, own_slope, kl = token_terms(
-            ratio, advantage, logp, rollout, anchor, tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2),
-            tl.load(scalars + 3), tl.load(scalars + 4), CISPO, WEIGHTED, KL, CORRECTED, True,
+        ratio, loss, slope, own_slope, kl = token_terms(
+            gap, advantage, logp, rollout, anchor, tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2),
+            tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5), tl.load(scalars + 6),
+            tl.load(scalars + 7), tl.load(scalars + 8), tl.load(scalars + 9),
+            SURROGATE, True, WEIGHTED, KL, STRAIGHT, True, CORRECTED, KL_WEIGHTED,
         )  # fmt: skip
         tl.store(ratios + n, ratio)
         tl.store(losses + n, loss)

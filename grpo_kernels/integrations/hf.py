@@ -1,0 +1,90 @@
+"""The loss of any transformers causal LM, from its hidden states: the logits never exist."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from .. import checks
+from ..config import GRPOLossConfig
+from ..functional_linear import linear_grpo_loss
+from ..outputs import GRPOLossOutput
+from .fused_forward import in_place_of_head
+from .lm_head import CausalLMHead, causal_lm, causal_lm_head, check_head
+
+__all__ = ["CausalLMHead", "causal_lm_grpo_loss", "causal_lm_head", "check_head", "with_head"]
+
+_CHECKED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_DEFAULT_CONFIG = GRPOLossConfig()
+
+
+def with_head(config: GRPOLossConfig, head: CausalLMHead) -> GRPOLossConfig:
+    """The config with the head's own softcap and logit_scale.
+
+    Raises:
+        ValueError: the config sets another one.
+    """
+    for field, usual in (("softcap", None), ("logit_scale", 1.0)):
+        given, own = getattr(config, field), getattr(head, field)
+        if given not in (usual, own):
+            advice = "Leave it out: the model's own is taken."
+            raise ValueError(checks.complain("causal_lm_grpo_loss", field, f"is {own} in this model", given, advice))
+    return dataclasses.replace(config, softcap=head.softcap, logit_scale=head.logit_scale)
+
+
+def causal_lm_grpo_loss(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    *,
+    completion_mask: Tensor,
+    config: GRPOLossConfig = _DEFAULT_CONFIG,
+    model_inputs: Mapping[str, Any] | None = None,
+    **loss_arguments: Any,
+) -> GRPOLossOutput:
+    """`linear_grpo_loss` of the last T tokens of `input_ids`, computed inside the model's forward.
+
+    Args:
+        model: a transformers causal LM, also inside DDP, FSDP or PEFT. Its own softcap and logit_scale are applied. On
+            the first call one more forward of four tokens proves that its head is known (`check_head`; not for
+            multimodal models, which may refuse a lone token).
+        input_ids: `[B, L]`, prompts and completions; as in TRL prompts are padded on the left.
+        attention_mask: `[B, L]`.
+        completion_mask: `[B, T]`, T < L: which of the last T tokens count. Every other token tensor has this shape.
+        config: which loss.
+        model_inputs: further arguments of the forward (`pixel_values`, `position_ids`), passed on as they are.
+        loss_arguments: those of `linear_grpo_loss` (`advantages`, `old_per_token_logps`, `normalizer`, ...).
+
+    Returns:
+        GRPOLossOutput, as `grpo_loss`.
+
+    Raises:
+        ValueError, TypeError: before the forward for what concerns masks and head, else as `linear_grpo_loss`.
+    """
+    name = "causal_lm_grpo_loss"
+    if completion_mask.ndim != 2 or input_ids.ndim != 2 or not 0 < completion_mask.shape[1] < input_ids.shape[1]:
+        got = f"{checks.shape_of(completion_mask)} for input_ids {checks.shape_of(input_ids)}"
+        advice = "T counts the tokens of the completions; the first token of a sequence has nothing before it."
+        raise ValueError(checks.complain(name, "completion_mask", "must be [B, T] with 0 < T < L", got, advice))
+    base = causal_lm(model)
+    if base not in _CHECKED:
+        if base.config.get_text_config() is base.config:
+            check_head(base)
+        _CHECKED.add(base)
+    width = completion_mask.shape[1]
+
+    def loss(outputs: Any, _kwargs: Mapping[str, Any]) -> GRPOLossOutput:
+        head = causal_lm_head(base)  # looked up here: sharded parameters are whole inside the forward alone
+        hidden = outputs.last_hidden_state[:, :-1][:, -width:].to(head.weight.device)
+        return linear_grpo_loss(
+            hidden, head.weight, input_ids[:, -width:], bias=head.bias, config=with_head(config, head),
+            completion_mask=completion_mask, **loss_arguments,
+        )  # fmt: skip
+
+    with in_place_of_head(base, loss):
+        out: GRPOLossOutput = model(input_ids=input_ids, attention_mask=attention_mask, **(model_inputs or {}))
+    return out
