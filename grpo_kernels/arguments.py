@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import aggregation, checks, objective
+from . import aggregation, checks, checks_data, objective
 from .advantages import EPS, check_group_arguments, group_advantages
 from .config import GRPOLossConfig
 from .inputs import LossCall, RowCall, live_rows
@@ -109,12 +109,12 @@ def check_loss_arguments(
     if cu_seqlens is not None and within:
         inside = torch.arange(ids.shape[0], device=ids.device) < cu_seqlens[-1]
         inside = inside if mask is None else inside & (mask != 0)
-    checks.check_ids_below(name, "completion_ids", ids, inside, vocabulary)
+    checks_data.check_ids_below(name, "completion_ids", ids, inside, vocabulary)
     live = live_rows(ids, inside, vocabulary)
-    checks.check_live_finite(name, "old_per_token_logps", old, live)
-    checks.check_live_finite(name, "ref_per_token_logps", ref if config.beta != 0 else None, live)
+    checks_data.check_live_finite(name, "old_per_token_logps", old, live)
+    checks_data.check_live_finite(name, "ref_per_token_logps", ref if config.beta != 0 else None, live)
     if sampled is not None:
-        checks.check_live_finite(name, "rollout_per_token_logps", sampled, live & (sampled == sampled))
+        checks_data.check_live_finite(name, "rollout_per_token_logps", sampled, live & (sampled == sampled))
     given = config.temperature if temperature is None else temperature
     heat = check_temperature(name, anchor, given, dtype, ids, cu_seqlens, live)
     scale = _normalizer(name, "normalizer", normalizer, dtype, device)
@@ -228,7 +228,7 @@ def check_temperature(
         value = torch.where(live, value, 1.0)
     elif live is not None and value.ndim == 2 and layout is not None:
         value = torch.where(layout.sum(live.to(value.dtype)).unsqueeze(1) > 0, value, 1.0)
-    checks.check_temperature_values(function, value)
+    checks_data.check_temperature_values(function, value)
     return value
 
 
@@ -239,7 +239,7 @@ def _normalizer(function: str, argument: str, value: object, dtype: torch.dtype,
     if not isinstance(number, Tensor):
         return torch.full((), number, dtype=dtype, device=device)
     number = number.detach().to(dtype=dtype, device=device)
-    checks.check_normalizer_value(function, argument, number)
+    checks_data.check_normalizer_value(function, argument, number)
     return number
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import math
 import os
 from collections.abc import Sequence
 from typing import Final
@@ -19,7 +18,7 @@ FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 REALS: Final = (*FLOATS, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _IDS: Final = (torch.int32, torch.int64)
 INTEGERS: Final = REALS[4:]
-_HOTTEST: Final = 1e30  # beyond it a float32 logit divided by it has no room under the largest exponent
+HOTTEST: Final = 1e30  # beyond it a float32 logit divided by it has no room under the largest exponent
 
 
 def complain(function: str, argument: str, requirement: str, got: object, advice: str) -> str:
@@ -208,8 +207,8 @@ def check_temperature(function: str, temperature: object, ids: Tensor, num_seque
     """A number > 0, a 0-d tensor, `[B, 1]`, or one per token."""
     if not isinstance(temperature, Tensor):
         number = check_positive(function, "temperature", temperature)
-        if number > _HOTTEST:
-            wanted = f"must be at most {_HOTTEST:g}"
+        if number > HOTTEST:
+            wanted = f"must be at most {HOTTEST:g}"
             raise ValueError(complain(function, "temperature", wanted, number, "Use the sampler's."))
         return number
     check_tensor(function, "temperature", temperature, (*FLOATS, *_IDS), "numbers")
@@ -221,17 +220,6 @@ def check_temperature(function: str, temperature: object, ids: Tensor, num_seque
         advice = "A [B] tensor could mean two things: pass temperature[:, None] for one per sequence."
         raise ValueError(complain(function, "temperature", wanted, f"shape {shape_of(temperature)}", advice))
     return temperature
-
-
-def check_temperature_values(function: str, temperature: Tensor) -> None:
-    """Finite and > 0 throughout."""
-    if not reads_data(temperature):
-        return
-    bad = ~((temperature >= SMALLEST) & (temperature <= _HOTTEST))
-    if bool(bad.any()):
-        value = temperature[bad].reshape(-1)[0].item()
-        wanted = f"must be > 0, in float32 too, and at most {_HOTTEST:g}"
-        raise ValueError(complain(function, "temperature", wanted, value, "Use the sampler's."))
 
 
 def check_positive(function: str, argument: str, value: object) -> float:
@@ -263,16 +251,6 @@ def check_normalizer(function: str, argument: str, value: object) -> Tensor | fl
     return value
 
 
-def check_normalizer_value(function: str, argument: str, value: Tensor) -> None:
-    """Finite and > 0, in the dtype in which it divides."""
-    if not reads_data(value):
-        return
-    number = value.item()
-    if not torch.finfo(value.dtype).tiny <= number < math.inf:
-        advice = "Give the global count divided by the number of processes."
-        raise ValueError(complain(function, argument, "must be finite and > 0, in float32 too", number, advice))
-
-
 def check_config(function: str, config: object) -> GRPOLossConfig:
     """A GRPOLossConfig; what it holds was checked when it was made."""
     if not isinstance(config, GRPOLossConfig):
@@ -296,38 +274,6 @@ def check_choice(function: str, argument: str, value: object, choices: Sequence[
         close = difflib.get_close_matches(str(value), choices, n=1)
         advice = f"Did you mean {close[0]!r}?" if close else "Choose one of these."
         raise ValueError(complain(function, argument, f"must be one of {', '.join(choices)}", repr(value), advice))
-
-
-def check_ids_below(function: str, argument: str, ids: Tensor, mask: Tensor | None, vocabulary: int) -> bool:
-    """Live ids below V; negative ids mean dead. Returns whether every row is known to count."""
-    if not reads_data(ids) or ids.numel() == 0:
-        return False
-    lowest, highest = ids.aminmax()
-    if int(highest) < vocabulary:
-        return mask is None and int(lowest) >= 0
-    bad = ids >= vocabulary
-    if mask is not None:
-        bad = bad & (mask != 0)
-    if bool(bad.any()):
-        got = f"{int(ids[bad].reshape(-1)[0])} with V = {vocabulary}"
-        advice = "Mask such tokens out, or give them a negative id."
-        raise ValueError(complain(function, argument, "must hold ids below V where they count", got, advice))
-    return False
-
-
-def check_live_finite(function: str, argument: str, values: Tensor | None, live: Tensor) -> None:
-    """Log-probabilities that count are finite."""
-    if values is None or not reads_data(values) or values.numel() == 0:
-        return
-    if math.isfinite(values.detach().sum()):  # then each is; where one is not, or the sum overflows, each is looked at
-        return
-    bad = live & ~torch.isfinite(values)
-    if bool(bad.any()):
-        where = bad.nonzero()[0].tolist()
-        got = f"{values[bad].reshape(-1)[0].item()} at {where}"
-        raise ValueError(
-            complain(function, argument, "must be finite at live tokens", got, "Mask the token or mend it.")
-        )
 
 
 def check_cu_seqlens(function: str, cu_seqlens: object, ids: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import backends, checks
+from . import backends, checks, checks_data
 from .arguments import check_loss_arguments, check_temperature, refuse_unbuilt, row_config
 from .autograd import GRPOLossFunction, PerTokenLogpsFunction
 from .config import GRPOLossConfig
@@ -63,7 +63,7 @@ def per_token_logps(
     mask = checks.check_mask(name, "mask", mask, "targets", targets)
     checks.check_device(name, "logits", logits.device, {"mask": mask})
     config = row_config(name, softcap, logit_scale, entropy)
-    all_live = checks.check_ids_below(name, "targets", targets, mask, logits.shape[-1])
+    all_live = checks_data.check_ids_below(name, "targets", targets, mask, logits.shape[-1])
     live = live_rows(targets, mask, logits.shape[-1]) if isinstance(temperature, Tensor) else None
     heat = check_temperature(name, "logits", temperature, stats_dtype(logits), targets, None, live)
     inplace = checks.check_inplace(name, logits, inplace)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import backends, checks, objective
+from . import backends, checks, checks_data, objective
 from .arguments import check_loss_arguments, check_temperature, refuse_unbuilt, row_config
 from .autograd_linear import LinearCall, LinearGRPOLossFunction, LinearPerTokenLogpsFunction
 from .compiling import outside_compile
@@ -82,7 +82,7 @@ def linear_per_token_logps(
         raise ValueError(
             checks.complain(name, "mode", "must be 'auto' or 'lean': the upstream gradient comes late", mode, advice)
         )
-    checks.check_ids_below(name, "targets", targets, mask, weight.shape[0])
+    checks_data.check_ids_below(name, "targets", targets, mask, weight.shape[0])
     live = live_rows(targets, mask, weight.shape[0])
     heat = check_temperature(name, "hidden", temperature, _sums(hidden, weight), targets, None, live)
     how = "lean" if _differentiable(hidden, weight, bias) else "forward"

@@ -156,9 +156,11 @@ def test_the_steps_run_under_pytest_benchmark(tmp_path: Path) -> None:
     pytest.importorskip("pytest_benchmark")
     file = tmp_path / "steps.json"
     command = [sys.executable, "-m", "pytest", "bench", "--benchmark-only", "-p", "no:cacheprovider", "-k", "calls"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    environment["PYTHONPATH"] = str(ROOT)
     done = subprocess.run(
         [*command, f"--benchmark-json={file}", "--bench-device=cpu"], capture_output=True, text=True, check=False,
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=ROOT, env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     found = json.loads(file.read_text())["benchmarks"]

@@ -1,0 +1,64 @@
+"""Checks that look at what tensors hold: always on the CPU, elsewhere where GRPO_KERNELS_CHECK=1 asks for host syncs."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .checks import HOTTEST, complain, reads_data
+from .config import SMALLEST
+
+
+def check_temperature_values(function: str, temperature: Tensor) -> None:
+    """Finite and > 0 throughout."""
+    if not reads_data(temperature):
+        return
+    bad = ~((temperature >= SMALLEST) & (temperature <= HOTTEST))
+    if bool(bad.any()):
+        value = temperature[bad].reshape(-1)[0].item()
+        wanted = f"must be > 0, in float32 too, and at most {HOTTEST:g}"
+        raise ValueError(complain(function, "temperature", wanted, value, "Use the sampler's."))
+
+
+def check_normalizer_value(function: str, argument: str, value: Tensor) -> None:
+    """Finite and > 0, in the dtype in which it divides."""
+    if not reads_data(value):
+        return
+    number = value.item()
+    if not torch.finfo(value.dtype).tiny <= number < math.inf:
+        advice = "Give the global count divided by the number of processes."
+        raise ValueError(complain(function, argument, "must be finite and > 0, in float32 too", number, advice))
+
+
+def check_ids_below(function: str, argument: str, ids: Tensor, mask: Tensor | None, vocabulary: int) -> bool:
+    """Live ids below V; negative ids mean dead. Returns whether every row is known to count."""
+    if not reads_data(ids) or ids.numel() == 0:
+        return False
+    lowest, highest = ids.aminmax()
+    if int(highest) < vocabulary:
+        return mask is None and int(lowest) >= 0
+    bad = ids >= vocabulary
+    if mask is not None:
+        bad = bad & (mask != 0)
+    if bool(bad.any()):
+        got = f"{int(ids[bad].reshape(-1)[0])} with V = {vocabulary}"
+        advice = "Mask such tokens out, or give them a negative id."
+        raise ValueError(complain(function, argument, "must hold ids below V where they count", got, advice))
+    return False
+
+
+def check_live_finite(function: str, argument: str, values: Tensor | None, live: Tensor) -> None:
+    """Log-probabilities that count are finite."""
+    if values is None or not reads_data(values) or values.numel() == 0:
+        return
+    if math.isfinite(values.detach().sum()):  # then each is; where one is not, or the sum overflows, each is looked at
+        return
+    bad = live & ~torch.isfinite(values)
+    if bool(bad.any()):
+        where = bad.nonzero()[0].tolist()
+        got = f"{values[bad].reshape(-1)[0].item()} at {where}"
+        raise ValueError(
+            complain(function, argument, "must be finite at live tokens", got, "Mask the token or mend it.")
+        )
