@@ -1,4 +1,4 @@
-"""Checks that look at what tensors hold: always on the CPU, elsewhere where GRPO_KERNELS_CHECK=1 asks for host syncs."""
+"""Checks that look at what tensors hold: on the CPU always, elsewhere where GRPO_KERNELS_CHECK=1 asks for a sync."""
 
 from __future__ import annotations
 
