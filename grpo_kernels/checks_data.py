@@ -7,24 +7,25 @@ import math
 import torch
 from torch import Tensor
 
-from .checks import HOTTEST, complain, reads_data
+from . import checks
+from .checks import HOTTEST, complain
 from .config import SMALLEST
 
 
 def check_temperature_values(function: str, temperature: Tensor) -> None:
     """Finite and > 0 throughout."""
-    if not reads_data(temperature):
+    if not checks.reads_data(temperature):
         return
     bad = ~((temperature >= SMALLEST) & (temperature <= HOTTEST))
     if bool(bad.any()):
         value = temperature[bad].reshape(-1)[0].item()
-        wanted = f"must be > 0, in float32 too, and at most {HOTTEST:g}"
+        wanted = f"must be finite and > 0, in float32 too, and at most {HOTTEST:g}"
         raise ValueError(complain(function, "temperature", wanted, value, "Use the sampler's."))
 
 
 def check_normalizer_value(function: str, argument: str, value: Tensor) -> None:
     """Finite and > 0, in the dtype in which it divides."""
-    if not reads_data(value):
+    if not checks.reads_data(value):
         return
     number = value.item()
     if not torch.finfo(value.dtype).tiny <= number < math.inf:
@@ -34,7 +35,7 @@ def check_normalizer_value(function: str, argument: str, value: Tensor) -> None:
 
 def check_ids_below(function: str, argument: str, ids: Tensor, mask: Tensor | None, vocabulary: int) -> bool:
     """Live ids below V; negative ids mean dead. Returns whether every row is known to count."""
-    if not reads_data(ids) or ids.numel() == 0:
+    if not checks.reads_data(ids) or ids.numel() == 0:
         return False
     lowest, highest = ids.aminmax()
     if int(highest) < vocabulary:
@@ -51,7 +52,7 @@ def check_ids_below(function: str, argument: str, ids: Tensor, mask: Tensor | No
 
 def check_live_finite(function: str, argument: str, values: Tensor | None, live: Tensor) -> None:
     """Log-probabilities that count are finite."""
-    if values is None or not reads_data(values) or values.numel() == 0:
+    if values is None or not checks.reads_data(values) or values.numel() == 0:
         return
     if math.isfinite(values.detach().sum()):  # then each is; where one is not, or the sum overflows, each is looked at
         return

@@ -42,8 +42,9 @@ def test_each_integration_imports_its_own_project(graph: grimp.ImportGraph) -> N
 
 
 def test_nothing_else_imports_a_trainer_or_an_integration(graph: grimp.ImportGraph) -> None:
+    comparing = graph.find_descendants("grpo_kernels.benchmark") | graph.find_descendants("grpo_kernels.inspection")
     for module in graph.find_descendants("grpo_kernels") - graph.find_descendants(PACKAGE):
-        assert not external(graph, module) & TRAINERS, module
+        assert not external(graph, module) & TRAINERS or module in comparing, module
         assert not any(name.startswith(PACKAGE) for name in graph.find_modules_directly_imported_by(module)), module
 
 
