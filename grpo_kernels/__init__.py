@@ -41,11 +41,8 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name in (
-        "lab",
-        "training",
-    ):  # training brings transformers, the lab much that a loss needs not: for those who ask
+    if name in ("integrations", "lab", "training"):  # they bring what a loss needs not: for those who ask
         return importlib.import_module(f".{name}", __name__)
-    if name in ("integrations", "parallel"):
-        raise NotImplementedError(f"grpo_kernels.{name} is not built yet.")
+    if name == "parallel":
+        raise NotImplementedError("grpo_kernels.parallel is not built yet.")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from grpo_kernels import cli
 from grpo_kernels.benchmark import memory, timing
 from grpo_kernels.benchmark.measure import make_of
 from grpo_kernels.benchmark.problems import Problem, Shape
@@ -200,3 +201,17 @@ def test_peak_memory_is_what_is_held_at_once() -> None:
 
     assert memory.peak_bytes(lambda: step, CPU) == 5 * 2**20
     assert memory.largest(1000, (10, 300), (20, 500)) == 45
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("bench calls --tiny --rounds 0", "--rounds must be at least 1"),
+        ("bench calls --tiny --threads -1", "--threads must be at least 1"),
+        ("bench calls --tiny --device nope", "--device nope is not here"),
+        ("inspect --workers 0", "--workers must be at least 1"),
+    ],
+)
+def test_options_that_cannot_be_are_one_line(command: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(command.split()) == 2
+    assert option in capsys.readouterr().err

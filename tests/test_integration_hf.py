@@ -219,6 +219,30 @@ def test_other_inputs_of_the_model_are_passed_on() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "inputs",
+    [{"labels": torch.zeros(3, 9).long()}, {"logits_to_keep": 1}, {"return_dict": False}, {"heat": 0.5}],
+    ids=str,
+)
+def test_inputs_that_the_head_alone_would_read_are_refused(inputs: dict[str, Any]) -> None:
+    class Heated(transformers.Qwen2ForCausalLM):
+        def forward(self, *args: Any, heat: float = 1.0, **kwargs: Any) -> Any:
+            out = super().forward(*args, **kwargs)
+            out.logits = out.logits / heat
+            return out
+
+    model = causal_lm("Qwen2")
+    model.__class__ = Heated
+    with pytest.raises(ValueError, match=f"{next(iter(inputs))} must be left out of model_inputs"):
+        causal_lm_grpo_loss(model, model_inputs=inputs, **batch())
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (1, 9), (3, 12)])
+def test_an_attention_mask_of_another_shape_is_refused(shape: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="attention_mask must have the shape of input_ids"):
+        causal_lm_grpo_loss(causal_lm("Qwen2"), **batch() | {"attention_mask": torch.ones(shape).long()})
+
+
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_lora_trains_and_its_head_is_the_base_models() -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed; the extra [train] lists it")

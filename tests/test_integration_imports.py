@@ -54,3 +54,9 @@ def test_what_needs_no_trainer_imports_none(module: str) -> None:
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert module in loaded
     assert not (TRAINERS | {"transformers"}) & set(loaded)
+
+
+def test_the_package_hands_over_its_submodules() -> None:
+    code = "from grpo_kernels import integrations, lab; import grpo_kernels as gk; print(gk.integrations.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "grpo_kernels.integrations"

@@ -35,7 +35,17 @@ def run(options: argparse.Namespace) -> int:
     """Measure; 0 when every provider that ran was right, 1 when one was not, 2 when a name or a device is not there."""
     if options.plots is not None:
         return _draw(options.plots)
-    device = torch.device(options.device or default_device())
+    for option in ("rounds", "threads"):
+        number = getattr(options, option)
+        if number is not None and number < 1:
+            print(f"grpo-kernels bench: --{option} must be at least 1, got {number}.", file=sys.stderr)
+            return 2
+    try:
+        device = torch.device(options.device or default_device())
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        print(f"grpo-kernels bench: --device {options.device} is not here: {error}".splitlines()[0], file=sys.stderr)
+        return 2
     known: Suites = cpu_suites() if device.type == "cpu" else gpu_suites()
     if options.tiny:
         known = tiny(gpu_suites() | known)

@@ -37,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Inspect; 0 when everything compiled, 1 when something did not, 2 when nothing can be inspected here."""
+    if options.workers < 1:
+        print(f"grpo-kernels inspect: --workers must be at least 1, got {options.workers}.", file=sys.stderr)
+        return 2
     try:
         subjects, notes = _subjects(options)
     except (RuntimeError, ValueError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -70,7 +71,12 @@ def causal_lm_grpo_loss(
         got = f"{checks.shape_of(completion_mask)} for input_ids {checks.shape_of(input_ids)}"
         advice = "T counts the tokens of the completions; the first token of a sequence has nothing before it."
         raise ValueError(checks.complain(name, "completion_mask", "must be [B, T] with 0 < T < L", got, advice))
+    if attention_mask.shape != input_ids.shape:
+        got = f"{checks.shape_of(attention_mask)} with input_ids {checks.shape_of(input_ids)}"
+        advice = "Give one value per token; nothing is broadcast."
+        raise ValueError(checks.complain(name, "attention_mask", "must have the shape of input_ids", got, advice))
     base = causal_lm(model)
+    _check_model_inputs(name, base, model_inputs or {})
     if base not in _CHECKED:
         if base.config.get_text_config() is base.config:
             check_head(base)
@@ -88,3 +94,19 @@ def causal_lm_grpo_loss(
     with in_place_of_head(base, loss):
         out: GRPOLossOutput = model(input_ids=input_ids, attention_mask=attention_mask, **(model_inputs or {}))
     return out
+
+
+def _check_model_inputs(function: str, base: Any, model_inputs: Mapping[str, Any]) -> None:
+    """None that only the part of the forward would see which this loss takes the place of."""
+    outer, inner = _arguments_of(type(base)), _arguments_of(type(base.base_model))
+    for argument in model_inputs:
+        if argument in outer - inner or argument in ("return_dict", "output_router_logits"):
+            wanted = "must be left out of model_inputs"
+            advice = "The loss takes the place of the head, which alone reads it; auxiliary losses are not added here."
+            raise ValueError(checks.complain(function, argument, wanted, repr(model_inputs[argument]), advice))
+
+
+def _arguments_of(model: type) -> set[str]:
+    """Of its forward and of those that it overrides: one that adds an argument may hide the others behind **kwargs."""
+    forwards = [vars(cls)["forward"] for cls in model.__mro__ if "forward" in vars(cls)]
+    return {name for forward in forwards for name in inspect.signature(forward).parameters}
