@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -215,3 +220,16 @@ def test_peak_memory_is_what_is_held_at_once() -> None:
 def test_options_that_cannot_be_are_one_line(command: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(command.split()) == 2
     assert option in capsys.readouterr().err
+
+
+def test_the_step_of_a_trainer_can_be_timed() -> None:
+    pytest.importorskip("trl")
+    root = Path(__file__).parents[1]
+    small = ["--vocabulary", "2000", "--hidden", "32", "--length", "16", "--rounds", "1"]
+    done = subprocess.run(
+        [sys.executable, str(root / "bench" / "trl_step.py"), *small], capture_output=True, text=True, check=False,
+        cwd=root, env=os.environ | {"PYTHONPATH": str(root)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout[done.stdout.index("{") :])
+    assert '"grpo_kernels"' in json.dumps(found) and '"TRL"' in json.dumps(found)
