@@ -177,3 +177,12 @@ def test_the_steps_run_under_pytest_benchmark(tmp_path: Path) -> None:
     assert {entry["extra_info"]["logits"] for entry in found} == {"float32"}
     assert all(entry["extra_info"]["max_error"] < 1e-5 and entry["stats"]["rounds"] == 5 for entry in found)
     assert len(found) == 3
+
+
+def test_the_page_of_the_integrations_has_the_numbers_of_its_record() -> None:
+    found = json.loads((ROOT / "bench" / "results" / "trl-step-cpu.json").read_text())["results"]
+    page = " ".join((ROOT / "docs" / "integrations.md").read_text().split())
+    ours, theirs = (
+        f"{found[name]['median_s']:.2f} s and {found[name]['peak_mib']:.0f} MiB" for name in ("grpo_kernels", "TRL")
+    )
+    assert f"{ours} with ours, {theirs} with TRL's own" in page
