@@ -14,10 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import random
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -30,6 +28,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_kernels.benchmark.memory import peak_bytes
+from grpo_kernels.benchmark.timing import WallClock, interleaved
 from grpo_kernels.integrations.trl import patch_trainer
 
 TARGET = Path(__file__).parents[1] / "bench" / "results" / "trl-step-cpu.json"
@@ -89,21 +88,6 @@ def step_of(trainer: GRPOTrainer, inputs: dict[str, Any], options: argparse.Name
     return step
 
 
-def measured(steps: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every round, each in a new order, after one to warm up."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    order = list(steps)
-    for step in steps.values():
-        step()
-    for number in range(rounds):
-        random.Random(number).shuffle(order)
-        for name in order:
-            started = time.perf_counter()
-            steps[name]()
-            times[name].append(time.perf_counter() - started)
-    return times
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocabulary", type=int, default=151_936)
@@ -134,7 +118,8 @@ def main() -> None:
         "gradient": float((our_grad.double() - grad.double()).norm() / grad.double().norm()),
     }
     del grad, our_grad
-    times = measured(steps, options.rounds)
+    work = {name: (lambda step=step: step) for name, step in steps.items()}
+    times = interleaved(work, WallClock(), rounds=options.rounds, warm_up=1)
     results = {}
     for name, seconds in times.items():
         model.zero_grad(set_to_none=True)  # or the step would free them, and its peak seem lower
@@ -142,7 +127,7 @@ def main() -> None:
             "median_s": statistics.median(seconds),
             "min_s": min(seconds),
             "max_s": max(seconds),
-            "peak_mib": peak_bytes(lambda step=steps[name]: step, torch.device("cpu")) / 2**20,
+            "peak_mib": peak_bytes(work[name], torch.device("cpu")) / 2**20,
         }
     record = {
         "options": {name: value for name, value in vars(options).items() if name != "save"},

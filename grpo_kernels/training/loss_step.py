@@ -12,6 +12,7 @@ from torch import Tensor
 
 import grpo_kernels as gk
 
+from .measure import wait_for
 from .packing import Pack
 from .policy import Policy
 from .update import policy_loss
@@ -55,10 +56,10 @@ def measure_loss_step(policy: Policy, pack: Pack, advantages: Tensor, config: gk
     def seconds(step: Callable[[Tensor], Tensor]) -> float:
         leaf = rows.detach().clone().requires_grad_()
         wanted = [leaf, *(p for p in (() if head is None else head.parameters()) if p.requires_grad)]
-        _wait_for(device)
+        wait_for(device)
         start = time.perf_counter()
         torch.autograd.grad(step(leaf), wanted)
-        _wait_for(device)
+        wait_for(device)
         return time.perf_counter() - start
 
     seconds(ours)
@@ -77,8 +78,3 @@ def _needed(config: gk.GRPOLossConfig, pack: Pack) -> dict[str, Tensor]:
     if config.beta == 0:
         return {}
     return {"ref_per_token_logps": torch.full_like(pack.completion_ids, -1.0, dtype=torch.float32)}
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -15,6 +15,12 @@ import torch
 _REPORTED = ("grpo-kernels", "torch", "transformers", "accelerate", "peft", "reasoning-gym")
 
 
+def wait_for(device: torch.device) -> None:
+    """Until the device has finished what it was given; on the CPU nothing is left to wait for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class Stopwatch:
     """Adds up wall-clock seconds by name, over finished device work."""
 
@@ -29,8 +35,7 @@ class Stopwatch:
         try:
             yield
         finally:
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+            wait_for(self._device)
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
