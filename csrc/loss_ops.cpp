@@ -22,7 +22,6 @@ struct Shares {
   double scale, entropy_scale;
 };
 
-constexpr int kOutputs = 11;
 using ElevenTensors =
     std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
@@ -50,15 +49,7 @@ ElevenTensors loss_rows(
   const PerRow before = maybe_numbers(old, targets), anchors = maybe_numbers(ref, targets);
   const PerRow weights = maybe_numbers(weight, targets);
   const bool wide = type == kDouble, with_entropy = entropy && shares != nullptr;
-  const auto dtype = wide ? ScalarType::Double : ScalarType::Float;
-  const int64_t nothing[1] = {0};
-  Tensor outputs[kOutputs];
-  void* places[kOutputs];
-  for (int i = 0; i < kOutputs; ++i) {
-    const bool empty = i == 1 && !entropy;
-    outputs[i] = empty ? fresh({nothing, 1}, dtype) : fresh(targets.sizes(), dtype);
-    places[i] = empty ? nullptr : outputs[i].mutable_data_ptr();
-  }
+  const RowOutputs<11> outputs(targets, type, entropy);
   STD_TORCH_CHECK(limits.size() == 10, "grpo_kernels: limits must be those of objective.term_options.");
   const double* limit = limits.data();
   const bool straight = !kl.empty() && kl.back() == '+', ratio_bounded = std::isfinite(limit[6]);
@@ -74,20 +65,10 @@ ElevenTensors loss_rows(
   const auto gradient_of = kernels().grad[type];
 
   for_each_row(targets.numel(), columns, [&](int64_t n) {
-    const auto write = [&](const double (&values)[kOutputs]) {
-      for (int i = 0; i < kOutputs; ++i) {
-        if (places[i] == nullptr) continue;
-        if (wide) {
-          static_cast<double*>(places[i])[n] = values[i];
-        } else {
-          static_cast<float*>(places[i])[n] = static_cast<float>(values[i]);
-        }
-      }
-    };
     const int64_t target = ids.integer(n);
     char* row = rows.at(n);
     if (target < 0) {
-      write({0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0});
+      outputs.write(n, {0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0});
       if (shares != nullptr) std::memset(row, 0, columns * kSize[type]);
       return;
     }
@@ -103,8 +84,8 @@ ElevenTensors loss_rows(
     const double advantage = gains.number(n);
     const auto [ratio, loss, slope, own_slope, divergence] =
         terms(gap, advantage, logp, weight ? weights.number(n) : 1, ref ? anchors.number(n) : logp);
-    write({logp, stats.entropy, stats.row_max, stats.sum_exp, stats.sum_others, ratio, loss, slope, own_slope,
-           divergence, advantage});
+    outputs.write(n, {logp, stats.entropy, stats.row_max, stats.sum_exp, stats.sum_others, ratio, loss, slope, own_slope,
+                      divergence, advantage});
     if (shares == nullptr) return;
     const double coef = rounded(shares->share.number(n) * rounded(rounded(slope) + rounded(own_slope)));
     const Upstream upstream{
@@ -115,8 +96,8 @@ ElevenTensors loss_rows(
       gradient_of(row, row, type, columns, target, transform, stats, upstream);
     }
   });
-  return {outputs[0], outputs[1], outputs[2], outputs[3], outputs[4], outputs[5],
-          outputs[6], outputs[7], outputs[8], outputs[9], outputs[10]};
+  const auto& t = outputs.tensors;
+  return {t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9], t[10]};
 }
 
 ElevenTensors loss_stats(

@@ -24,29 +24,15 @@ SixTensors collect(
   const int64_t columns = logits.size(logits.dim() - 1), count = targets.numel();
   STD_TORCH_CHECK(targets.dim() == logits.dim() - 1, "grpo_kernels: targets must have the leading shape of logits.");
   const PerRow ids = integers(targets), heat = numbers(temperature, targets);
-  const auto dtype = type == kDouble ? ScalarType::Double : ScalarType::Float;
-  const auto shape = targets.sizes();
-  const int64_t nothing[1] = {0};
-  Tensor outputs[6] = {
-      fresh(shape, dtype), entropy ? fresh(shape, dtype) : fresh({nothing, 1}, dtype), fresh(shape, dtype),
-      fresh(shape, dtype), fresh(shape, dtype), fresh(shape, dtype)};
-  void* places[6];
-  for (int i = 0; i < 6; ++i) places[i] = outputs[i].mutable_data_ptr();
+  const RowOutputs<6> outputs(targets, type, entropy);
   for_each_row(count, columns, [&](int64_t n) {
     const int64_t target = ids.integer(n);
     Statistics s{};
     if (target >= 0) s = function(rows.at(n), target, transform_of(type, heat.number(n), logit_scale, softcap));
-    const double values[6] = {s.logp, s.entropy, s.lse, s.row_max, s.sum_exp, s.sum_others};
-    for (int i = 0; i < 6; ++i) {
-      if (i == 1 && !entropy) continue;
-      if (type == kDouble) {
-        static_cast<double*>(places[i])[n] = values[i];
-      } else {
-        static_cast<float*>(places[i])[n] = static_cast<float>(values[i]);
-      }
-    }
+    outputs.write(n, {s.logp, s.entropy, s.lse, s.row_max, s.sum_exp, s.sum_others});
   });
-  return {outputs[0], outputs[1], outputs[2], outputs[3], outputs[4], outputs[5]};
+  const auto& t = outputs.tensors;
+  return {t[0], t[1], t[2], t[3], t[4], t[5]};
 }
 
 SixTensors row_stats(

@@ -171,6 +171,37 @@ PerRow numbers(const Tensor& tensor, const Tensor& like) {
   return PerRow(tensor, like);
 }
 
+// kCount numbers a row; the second, an entropy, is an empty tensor unless asked for.
+template <int kCount>
+struct RowOutputs {
+  Tensor tensors[kCount];
+
+  RowOutputs(const Tensor& targets, Type type, bool entropy) : wide_(type == kDouble) {
+    const auto dtype = wide_ ? ScalarType::Double : ScalarType::Float;
+    const int64_t nothing[1] = {0};
+    for (int i = 0; i < kCount; ++i) {
+      const bool empty = i == 1 && !entropy;
+      tensors[i] = empty ? fresh({nothing, 1}, dtype) : fresh(targets.sizes(), dtype);
+      places_[i] = empty ? nullptr : tensors[i].mutable_data_ptr();
+    }
+  }
+
+  void write(int64_t n, const double (&values)[kCount]) const {
+    for (int i = 0; i < kCount; ++i) {
+      if (places_[i] == nullptr) continue;
+      if (wide_) {
+        static_cast<double*>(places_[i])[n] = values[i];
+      } else {
+        static_cast<float*>(places_[i])[n] = static_cast<float>(values[i]);
+      }
+    }
+  }
+
+ private:
+  bool wide_;
+  void* places_[kCount];
+};
+
 Transform transform_of(Type type, double temperature, double logit_scale, std::optional<double> softcap) {
   return {(softcap ? 1.0 : logit_scale) / temperature, logit_scale, softcap.value_or(0.0), masked_below(type)};
 }
