@@ -44,7 +44,8 @@ sanitize: $(INSTALLED)  ## the tests of the C++ kernels under the address and un
 	  $(abspath $(BIN))/python setup.py -q build_ext --inplace --force
 	cd $(SANITIZED) && ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=. \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so) $$(g++ -print-file-name=libstdc++.so)" \
-	  $(abspath $(BIN))/python -m pytest tests/test_cpp_rows.py tests/test_cpp_safety.py tests/test_cpp_loss.py
+	  $(abspath $(BIN))/python -m pytest tests/test_cpp_rows.py tests/test_cpp_safety.py tests/test_cpp_loss.py \
+	  tests/test_cpp_measures.py tests/test_cpp_quick.py
 
 lint: $(INSTALLED)  ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -55,7 +55,9 @@ class BuildKernels(build_ext):
 
     def _write_formulas(self) -> None:
         """The formulas as a header: their one copy is Python."""
-        made = runpy.run_path("csrc/translate.py")["header"](FORMULAS.read_text(encoding="utf-8"), "token_terms")
+        made = runpy.run_path("csrc/translate.py")["header"](
+            FORMULAS.read_text(encoding="utf-8"), "token_terms", "held_back"
+        )
         folder = Path(self.build_temp)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "formulas.h").write_text(made, encoding="utf-8")

@@ -1,5 +1,5 @@
 // The loss operators of grpo_kernels/ops/schema.py for CPU tensors: statistics, the formulas and, over the logits, the
-// gradient of a row while it is in the cache. Stable ABI of torch alone.
+// gradient of a row while it is in the cache; then the loss and its metrics. Stable ABI of torch alone.
 #include <torch/csrc/stable/library.h>
 
 #include <cmath>
@@ -8,24 +8,15 @@
 #include <vector>
 
 #include "formulas.h"
+#include "measures.h"
 #include "simd_baseline.h"
 #include "tensors.h"
 
 namespace grpo_kernels {
 namespace {
 
-using Maybe = std::optional<Tensor>;
-
-// c_i of every row, 1 / Z, and d loss / d entropy.
-struct Shares {
-  PerRow share;
-  double scale, entropy_scale;
-};
-
 using ElevenTensors =
     std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-
-PerRow maybe_numbers(const Maybe& tensor, const Tensor& like) { return tensor ? numbers(*tensor, like) : PerRow(); }
 
 double only_number(const Tensor& tensor) {
   STD_TORCH_CHECK(tensor.numel() == 1, "grpo_kernels: a scale must be one number.");
@@ -35,21 +26,24 @@ double only_number(const Tensor& tensor) {
   return type == ScalarType::Double ? *static_cast<const double*>(data) : *static_cast<const float*>(data);
 }
 
-ElevenTensors loss_rows(
+// With kOver the gradient is left over the logits.
+template <bool kOver>
+ElevenTensors loss(
     const Tensor& logits, const Tensor& targets, const Tensor& temperature, double logit_scale,
-    std::optional<double> softcap, bool entropy, const Tensor& advantages, int64_t group_size, const Maybe& old,
-    const Maybe& ref, const Maybe& weight, const std::vector<double>& limits, const std::string& surrogate,
-    const std::string& kl, bool corrected, bool kl_weighted, const Shares* shares) {
-  STD_TORCH_CHECK(group_size == 0, "grpo_kernels: the C++ loss takes advantages, not the rewards of groups.");
+    std::optional<double> softcap, bool entropy, const Tensor& advantages, const Maybe& old, const Maybe& ref,
+    const Maybe& weight, const Maybe& rollout, const std::vector<double>& limits, const std::string& surrogate,
+    const std::string& kl, bool corrected, bool kl_weighted, const std::string& bounds, const Tensor& share,
+    const Tensor& scale, const Maybe& entropy_scale) {
   STD_TORCH_CHECK(targets.dim() == logits.dim() - 1, "grpo_kernels: targets must have the leading shape of logits.");
   const Type type = type_of(logits);
   const Rows rows = matrix_rows(logits, type);
   const int64_t columns = logits.size(logits.dim() - 1);
   const PerRow ids = integers(targets), heat = numbers(temperature, targets), gains = numbers(advantages, targets);
   const PerRow before = maybe_numbers(old, targets), anchors = maybe_numbers(ref, targets);
-  const PerRow weights = maybe_numbers(weight, targets);
-  const bool wide = type == kDouble, with_entropy = entropy && shares != nullptr;
-  const RowOutputs<11> outputs(targets, type, entropy);
+  const PerRow weights = maybe_numbers(weight, targets), shares = numbers(share, targets);
+  const double by = only_number(scale), of_entropy = entropy_scale ? only_number(*entropy_scale) : 0.0;
+  const bool wide = type == kDouble, with_entropy = entropy && entropy_scale.has_value();
+  const RowOutputs<kLossRows> outputs(targets, type, entropy);
   STD_TORCH_CHECK(limits.size() == 10, "grpo_kernels: limits must be those of objective.term_options.");
   const double* limit = limits.data();
   const bool straight = !kl.empty() && kl.back() == '+', ratio_bounded = std::isfinite(limit[6]);
@@ -68,28 +62,24 @@ ElevenTensors loss_rows(
     const int64_t target = ids.integer(n);
     char* row = rows.at(n);
     if (target < 0) {
-      outputs.write(n, {0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0});
-      if (shares != nullptr) std::memset(row, 0, columns * kSize[type]);
+      outputs.write(n, {});
+      if (kOver) std::memset(row, 0, columns * kSize[type]);
       return;
     }
     const Transform transform = transform_of(type, heat.number(n), logit_scale, softcap);
     // Numbers are rounded where they are handed out: a log-prob given back as `old` makes the ratio exactly 1, and the
-    // gradient has the bits of the operators that run one after the other.
+    // gradient over the logits has the bits of the operators that run one after the other.
     const auto rounded = [wide](double x) { return wide ? x : static_cast<double>(static_cast<float>(x)); };
     const Statistics found = statistics_of(row, columns, target, transform, entropy);
     const Statistics stats{rounded(found.logp),    rounded(found.entropy), rounded(found.lse),
                            rounded(found.row_max), rounded(found.sum_exp), rounded(found.sum_others)};
-    const double logp = stats.logp;
-    const double unchanged = logp == logp ? 0 : logp, gap = old ? logp - before.number(n) : unchanged;
-    const double advantage = gains.number(n);
-    const auto [ratio, loss, slope, own_slope, divergence] =
-        terms(gap, advantage, logp, weight ? weights.number(n) : 1, ref ? anchors.number(n) : logp);
-    outputs.write(n, {logp, stats.entropy, stats.row_max, stats.sum_exp, stats.sum_others, ratio, loss, slope, own_slope,
-                      divergence, advantage});
-    if (shares == nullptr) return;
-    const double coef = rounded(shares->share.number(n) * rounded(rounded(slope) + rounded(own_slope)));
-    const Upstream upstream{
-        coef == 0 ? 0 : rounded(coef * shares->scale), with_entropy ? shares->entropy_scale : 0.0, with_entropy};
+    const double logp = stats.logp, gap = gap_of(logp, old.has_value(), before, n);
+    const auto [ratio, loss, slope, own_slope, divergence] = terms(
+        gap, gains.number(n), logp, weight ? weights.number(n) : 1, ref ? anchors.number(n) : logp);
+    const double coef = rounded(shares.number(n) * rounded(rounded(slope) + rounded(own_slope)));
+    outputs.write(n, {logp, stats.entropy, stats.row_max, stats.sum_exp, stats.sum_others, ratio, loss, divergence, coef});
+    if (!kOver) return;
+    const Upstream upstream{coef == 0 ? 0 : rounded(coef * by), with_entropy ? of_entropy : 0.0, with_entropy};
     if (upstream.grad_logp == 0 && upstream.grad_entropy == 0) {
       std::memset(row, 0, columns * kSize[type]);
     } else {
@@ -97,29 +87,11 @@ ElevenTensors loss_rows(
     }
   });
   const auto& t = outputs.tensors;
-  return {t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9], t[10]};
-}
-
-ElevenTensors loss_stats(
-    const Tensor& logits, const Tensor& targets, const Tensor& temperature, double logit_scale,
-    std::optional<double> softcap, bool entropy, const Tensor& advantages, int64_t group_size, const Maybe& old,
-    const Maybe& ref, const Maybe& weight, const std::vector<double>& limits, const std::string& surrogate,
-    const std::string& kl, bool corrected, bool kl_weighted) {
-  return loss_rows(
-      logits, targets, temperature, logit_scale, softcap, entropy, advantages, group_size, old, ref, weight,
-      limits, surrogate, kl, corrected, kl_weighted, nullptr);
-}
-
-ElevenTensors loss_grad_(
-    const Tensor& logits, const Tensor& targets, const Tensor& temperature, double logit_scale,
-    std::optional<double> softcap, bool entropy, const Tensor& advantages, int64_t group_size, const Maybe& old,
-    const Maybe& ref, const Maybe& weight, const std::vector<double>& limits, const std::string& surrogate,
-    const std::string& kl, bool corrected, bool kl_weighted, const Tensor& share, const Tensor& scale,
-    const Maybe& entropy_scale) {
-  const Shares shares{numbers(share, targets), only_number(scale), entropy_scale ? only_number(*entropy_scale) : 0.0};
-  return loss_rows(
-      logits, targets, temperature, logit_scale, softcap, entropy, advantages, group_size, old, ref, weight,
-      limits, surrogate, kl, corrected, kl_weighted, &shares);
+  const Measures measured = measure(
+      t, targets, entropy, gains, before, weights, maybe_numbers(rollout, targets), shares,
+      {old.has_value(), weight.has_value(), rollout.has_value(), kl != "none"},
+      {bounds, surrogate, limit[0], limit[1], limit[2]}, by, of_entropy);
+  return {t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], measured.metrics, measured.loss};
 }
 
 // What is 0 stays so, whatever the factor.
@@ -156,7 +128,7 @@ extern "C" __attribute__((visibility("default"))) const char* grpo_kernels_formu
 }
 
 STABLE_TORCH_LIBRARY_IMPL(grpo_kernels, CPU, library) {
-  library.impl("loss_stats_cpp", TORCH_BOX(&grpo_kernels::loss_stats));
-  library.impl("loss_grad_cpp_", TORCH_BOX(&grpo_kernels::loss_grad_));
+  library.impl("loss_cpp", TORCH_BOX(&grpo_kernels::loss<false>));
+  library.impl("loss_cpp_", TORCH_BOX(&grpo_kernels::loss<true>));
   library.impl("row_scale_cpp_", TORCH_BOX(&grpo_kernels::row_scale_));
 }

@@ -111,10 +111,21 @@ Tensor fresh(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType type) {
 
 // Where row n of a tensor with rows [B, T] or [N] lies, in bytes.
 struct Rows {
-  char* data;
-  int64_t length, outer, inner;
+  char* data = nullptr;
+  int64_t length = kMany, outer = 0, inner = 0;
 
-  char* at(int64_t n) const { return data + (n / length) * outer + (n % length) * inner; }
+  Rows() = default;
+  // Rows that follow each other at one distance are one run: no division for each.
+  Rows(char* from, int64_t rows, int64_t outer_bytes, int64_t inner_bytes)
+      : data(from), length(outer_bytes == rows * inner_bytes ? kMany : std::max<int64_t>(1, rows)),
+        outer(outer_bytes), inner(inner_bytes) {}
+
+  char* at(int64_t n) const {
+    return n < length ? data + n * inner : data + (n / length) * outer + (n % length) * inner;
+  }
+
+ private:
+  static constexpr int64_t kMany = INT64_MAX;
 };
 
 Rows matrix_rows(const Tensor& tensor, Type type) {
@@ -123,13 +134,13 @@ Rows matrix_rows(const Tensor& tensor, Type type) {
   const int64_t last = tensor.dim() - 1;
   STD_TORCH_CHECK(sizes[last] <= 1 || strides[last] == 1, "grpo_kernels: the last axis of logits must have stride 1.");
   char* data = static_cast<char*>(tensor.mutable_data_ptr());
-  if (last == 1) return {data, std::max<int64_t>(1, sizes[0]), 0, strides[0] * kSize[type]};
-  return {data, std::max<int64_t>(1, sizes[1]), strides[0] * kSize[type], strides[1] * kSize[type]};
+  if (last == 1) return {data, sizes[0], sizes[0] * strides[0] * kSize[type], strides[0] * kSize[type]};
+  return {data, sizes[1], strides[0] * kSize[type], strides[1] * kSize[type]};
 }
 
 // A tensor with one number per row, in the shape of the rows or broadcast to it.
 struct PerRow {
-  Rows rows{nullptr, 1, 0, 0};
+  Rows rows;
   ScalarType type = ScalarType::Float;
 
   PerRow() = default;
@@ -137,15 +148,33 @@ struct PerRow {
     const auto sizes = tensor.sizes(), strides = tensor.strides(), shape = like.sizes();
     const int64_t rank = like.dim(), own = tensor.dim(), size = tensor.element_size();
     STD_TORCH_CHECK(own <= rank, "grpo_kernels: a tensor of one number per row has more axes than the rows.");
-    int64_t bytes[2] = {0, 0};
+    int64_t bytes[2] = {0, 0};  // of a step along each axis
     for (int64_t axis = 0; axis < own; ++axis) {
       const int64_t place = rank - own + axis;
       STD_TORCH_CHECK(
           sizes[axis] == shape[place] || sizes[axis] == 1, "grpo_kernels: a tensor of one number per row must fit them.");
       bytes[2 - rank + place] = sizes[axis] == 1 ? 0 : strides[axis] * size;
     }
-    rows = {static_cast<char*>(const_cast<void*>(tensor.const_data_ptr())), std::max<int64_t>(1, shape[rank - 1]),
-            bytes[0], bytes[1]};
+    if (rank == 1) bytes[0] = shape[0] * bytes[1];
+    rows = {static_cast<char*>(const_cast<void*>(tensor.const_data_ptr())), shape[rank - 1], bytes[0], bytes[1]};
+  }
+
+  // `count` numbers of a contiguous tensor, from the one at `begin`.
+  static PerRow run(const Tensor& tensor, int64_t begin, int64_t count) {
+    const int64_t size = tensor.element_size();
+    char* data = static_cast<char*>(const_cast<void*>(tensor.const_data_ptr())) + begin * size;
+    PerRow made;
+    made.rows = {data, count, count * size, size};
+    made.type = tensor.scalar_type();
+    return made;
+  }
+
+  // The same number, which must outlive this, for every row.
+  static PerRow constant(const double& number) {
+    PerRow made;
+    made.rows.data = reinterpret_cast<char*>(const_cast<double*>(&number));
+    made.type = ScalarType::Double;
+    return made;
   }
 
   double number(int64_t n) const {
@@ -171,35 +200,53 @@ PerRow numbers(const Tensor& tensor, const Tensor& like) {
   return PerRow(tensor, like);
 }
 
+using Maybe = std::optional<Tensor>;
+
+PerRow maybe_numbers(const Maybe& tensor, const Tensor& like) { return tensor ? numbers(*tensor, like) : PerRow(); }
+
+// A contiguous tensor of float32 or float64 to write.
+class Column {
+ public:
+  Column() = default;
+  explicit Column(const Tensor& tensor)
+      : wide_(tensor.scalar_type() == ScalarType::Double), data_(tensor.mutable_data_ptr()) {}
+
+  void write(int64_t n, double value) const {
+    if (wide_) {
+      static_cast<double*>(data_)[n] = value;
+    } else {
+      static_cast<float*>(data_)[n] = static_cast<float>(value);
+    }
+  }
+
+ private:
+  bool wide_ = false;
+  void* data_ = nullptr;
+};
+
 // kCount numbers a row; the second, an entropy, is an empty tensor unless asked for.
 template <int kCount>
 struct RowOutputs {
   Tensor tensors[kCount];
 
-  RowOutputs(const Tensor& targets, Type type, bool entropy) : wide_(type == kDouble) {
-    const auto dtype = wide_ ? ScalarType::Double : ScalarType::Float;
+  RowOutputs(const Tensor& targets, Type type, bool entropy) : entropy_(entropy) {
+    const auto dtype = type == kDouble ? ScalarType::Double : ScalarType::Float;
     const int64_t nothing[1] = {0};
     for (int i = 0; i < kCount; ++i) {
-      const bool empty = i == 1 && !entropy;
-      tensors[i] = empty ? fresh({nothing, 1}, dtype) : fresh(targets.sizes(), dtype);
-      places_[i] = empty ? nullptr : tensors[i].mutable_data_ptr();
+      tensors[i] = i == 1 && !entropy ? fresh({nothing, 1}, dtype) : fresh(targets.sizes(), dtype);
+      columns_[i] = Column(tensors[i]);
     }
   }
 
   void write(int64_t n, const double (&values)[kCount]) const {
     for (int i = 0; i < kCount; ++i) {
-      if (places_[i] == nullptr) continue;
-      if (wide_) {
-        static_cast<double*>(places_[i])[n] = values[i];
-      } else {
-        static_cast<float*>(places_[i])[n] = static_cast<float>(values[i]);
-      }
+      if (i != 1 || entropy_) columns_[i].write(n, values[i]);
     }
   }
 
  private:
-  bool wide_;
-  void* places_[kCount];
+  bool entropy_;
+  Column columns_[kCount];
 };
 
 Transform transform_of(Type type, double temperature, double logit_scale, std::optional<double> softcap) {

@@ -23,8 +23,8 @@ def digest(source: str) -> str:
     return hashlib.sha256(source.encode()).hexdigest()
 
 
-def header(source: str, entry: str) -> str:
-    """The C++ of one function of `source` and of all that it calls."""
+def header(source: str, *entries: str) -> str:
+    """The C++ of some functions of `source` and of all that they call."""
     functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
     made: dict[str, Function] = {}
 
@@ -34,7 +34,8 @@ def header(source: str, entry: str) -> str:
                 make(node.func.id)
         made[name] = Function(functions[name], made)
 
-    make(entry)
+    for entry in entries:
+        make(entry)
     body = "\n".join(function.code for function in made.values())
     return (
         "// Made from grpo_kernels/formulas.py by csrc/translate.py.\n#pragma once\n\n#include <cmath>\n"

@@ -15,12 +15,15 @@ from .config import GRPOLossConfig
 from .inputs import LossCall, RowCall, live_rows
 from .layout import make_layout, prompt_index
 from .outputs import GRPOLossOutput, PerToken
+from .screening import live_targets
 
 
 class LossArguments(NamedTuple):
     """Checked arguments of one call of a loss, detached: gradients flow to the model's output alone."""
 
     config: GRPOLossConfig
+    ids: Tensor
+    """Those of `screening.live_targets`, where call.rows says so."""
     given_advantages: Tensor | None
     rewards: Tensor | None
     group_size: int | None
@@ -64,12 +67,15 @@ _known_row_config = functools.lru_cache(maxsize=64)(_row_config)  # its checks c
 
 
 def check_loss_arguments(
-    name: str, anchor: str, device: torch.device, vocabulary: int, dtype: torch.dtype, ids: Tensor,
+    name: str, impl: str, anchor: str, device: torch.device, vocabulary: int, dtype: torch.dtype, ids: Tensor,
     config: GRPOLossConfig, *, advantages: Any, rewards: Any, group_size: Any, group_ids: Any, completion_mask: Any,
     cu_seqlens: Any, old_per_token_logps: Any, ref_per_token_logps: Any, rollout_per_token_logps: Any,
     importance_sampling_ratio: Any, temperature: Any, normalizer: Any, entropy_normalizer: Any, generator: Any,
 ) -> LossArguments:  # fmt: skip
-    """Everything but the model's output, named `anchor`, on `device`, and the ids, which are checked before."""
+    """Everything but the model's output, named `anchor`, on `device`, and the ids, which are checked before.
+
+    `impl` is what `backends.resolve` gave.
+    """
     if cu_seqlens is None and ids.ndim == 1:
         advice = "Pass [B, T] ids, or cu_seqlens [S + 1] with packed ones."
         raise ValueError(
@@ -104,18 +110,19 @@ def check_loss_arguments(
          "rollout_per_token_logps": sampled, "importance_sampling_ratio": weight, "advantages": advantages,
          "rewards": rewards},
     )  # fmt: skip
-    inside = mask
-    within = cu_seqlens is not None and checks.reads_data(cu_seqlens)
-    if cu_seqlens is not None and within:
-        inside = torch.arange(ids.shape[0], device=ids.device) < cu_seqlens[-1]
-        inside = inside if mask is None else inside & (mask != 0)
-    checks_data.check_ids_below(name, "completion_ids", ids, inside, vocabulary)
-    live = live_rows(ids, inside, vocabulary)
-    checks_data.check_live_finite(name, "old_per_token_logps", old, live)
-    checks_data.check_live_finite(name, "ref_per_token_logps", ref if config.beta != 0 else None, live)
-    if sampled is not None:
-        checks_data.check_live_finite(name, "rollout_per_token_logps", sampled, live & (sampled == sampled))
+    old, ref, sampled, weight = (_detached(t) for t in (old, ref, sampled, weight))
+    # where the offsets cannot be read here, the Function finds out by them what is live
+    screened = cu_seqlens is None or checks.reads_data(cu_seqlens)
+    if screened:
+        ids = live_targets(
+            name, impl, "completion_ids", ids, "completion_mask", mask, vocabulary, old=old,
+            inside=None if cu_seqlens is None else int(cu_seqlens[-1]), ref=ref if config.beta != 0 else None,
+            rollout=sampled,
+        )  # fmt: skip
     given = config.temperature if temperature is None else temperature
+    live = None
+    if isinstance(given, Tensor):
+        live = ids >= 0 if screened else live_rows(ids, mask, vocabulary)
     heat = check_temperature(name, anchor, given, dtype, ids, cu_seqlens, live)
     scale = _normalizer(name, "normalizer", normalizer, dtype, device)
     entropy_scale = _normalizer(name, "entropy_normalizer", entropy_normalizer, dtype, device)
@@ -129,14 +136,12 @@ def check_loss_arguments(
         check_group_arguments(name, heat.new_zeros(num_sequences), group_size, group_ids, "mean", "group", 1, EPS)
         prompts = prompt_index(num_sequences, group_size, group_ids, device)
     call = LossCall(
-        RowCall(), heat, cu_seqlens, _detached(weight), scale, entropy_scale,
-        rollout_per_token_logps=_detached(sampled), prompts=prompts, generator=generator,
-        live=live if cu_seqlens is None or within else None,
+        RowCall(impl, screened=screened), heat, cu_seqlens, weight, scale, entropy_scale,
+        rollout_per_token_logps=sampled, prompts=prompts, generator=generator,
     )  # fmt: skip
     return LossArguments(
-        config, _detached(advantages), _detached(rewards), group_size, group_ids, _detached(old), _detached(ref),
-        _detached(mask), call,
-    )  # fmt: skip
+        config, ids, _detached(advantages), _detached(rewards), group_size, group_ids, old, ref, mask, call
+    )
 
 
 def _detached(value: Tensor | None) -> Tensor | None:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from . import objective
-from .backends import loss_op, one_kernel_op, resolve, row_op
+from .backends import loss_op, one_kernel_op, record, resolve, row_op, whole_loss_op
 from .config import GRPOLossConfig
-from .inputs import LossCall, RowCall, live_rows, temperature_tensor, token_inputs
+from .inputs import LossCall, RowCall, TokenData, live_rows, temperature_tensor, token_inputs
 from .ops.schema import DEAD, stats_dtype
+from .quick import QuickCall, Unfit
 
 
 def _resolved(function: str, rows: RowCall, device: torch.device) -> RowCall:
@@ -120,16 +121,15 @@ class PerTokenLogpsFunction(torch.autograd.Function):
         logits: Tensor,
         targets: Tensor,
         mask: Tensor | None,
-        temperature: float | Tensor | None,
-        config: GRPOLossConfig,
-        call: RowCall = RowCall(),  # noqa: B008  (immutable)
+        temperature: float | Tensor | QuickCall | None,
+        config: GRPOLossConfig = GRPOLossConfig(),  # noqa: B008  (immutable)
+        call: RowCall = RowCall(),  # noqa: B008
     ) -> tuple[Tensor | None, ...]:
         """Row statistics."""
+        if isinstance(temperature, QuickCall):
+            return _quick_forward(ctx, logits, targets, mask, temperature)
         call = _resolved("per_token_logps", call, logits.device)
-        if call.all_live:
-            kept = targets.clone()  # the caller may go on to write into its own
-        else:
-            kept = torch.where(live_rows(targets, mask, logits.shape[-1]), targets, DEAD)
+        kept = targets if call.screened else torch.where(live_rows(targets, mask, logits.shape[-1]), targets, DEAD)
         heat = temperature_tensor(config, temperature, stats_dtype(logits), logits.device)
         logps, entropy, lse, row_max, sum_exp, sum_others = row_op("row_stats", call.impl)(
             logits, kept, heat, config.logit_scale, config.softcap, config.needs_entropy
@@ -145,6 +145,8 @@ class PerTokenLogpsFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """One row gradient."""
+        if isinstance(ctx.saved, QuickCall):
+            return _quick_backward(ctx, ctx.saved, *grads)
         _refuse_misuse(ctx, "per_token_logps", grads[0])
         grad_logps, grad_entropy = grads[1:3] if ctx.saved.call.inplace else grads[:2]
         if not ctx.needs_input_grad[0] or (grad_logps is None and grad_entropy is None):
@@ -153,6 +155,36 @@ class PerTokenLogpsFunction(torch.autograd.Function):
         if grad_logps is None:
             grad_logps = torch.zeros_like(rows[4])
         return _gradients(ctx, _row_gradient(ctx, grad_logps, grad_entropy, rows), rows[0], *grads)
+
+
+def _quick_forward(
+    ctx: Any, logits: Tensor, targets: Tensor, mask: Tensor | None, call: QuickCall
+) -> tuple[Tensor | None, ...]:
+    op, _, temperature, logit_scale, softcap, entropy = call
+    logps, entropies, lse, kept, state, fine = op(logits, targets, mask, temperature, logit_scale, softcap, entropy)
+    if not fine:
+        raise Unfit
+    record("cpp")
+    ctx.saved = call
+    ctx.save_for_backward(logits, kept, state)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(lse)
+    return logps, entropies, lse
+
+
+def _quick_backward(ctx: Any, call: QuickCall, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    grad_logps, grad_entropy, _ = grads
+    if not ctx.needs_input_grad[0] or (grad_logps is None and grad_entropy is None):
+        return _gradients(ctx, None)
+    logits, targets, state = ctx.saved_tensors
+    if grad_logps is None:
+        grad_logps = torch.zeros_like(state[0].view(targets.shape))
+    rest = (targets, call.temperature, call.logit_scale, call.softcap, state, grad_logps, grad_entropy)
+    if not torch.is_grad_enabled():
+        return call.gradient(logits, *rest), None, None, None
+    with torch.no_grad():  # create_graph
+        grad = call.gradient(logits, *rest)
+    return _gradients(ctx, grad, logits, *grads)
 
 
 class GRPOLossFunction(torch.autograd.Function):
@@ -180,42 +212,25 @@ class GRPOLossFunction(torch.autograd.Function):
         """Row statistics, then the objective, which also gives the coefficient of every row for backward."""
         extras = LossCall() if call is None else call
         extras = extras._replace(rows=_resolved("grpo_loss", extras.rows, logits.device))
+        dtype, on_policy = stats_dtype(logits), old_per_token_logps is None
+        whole, gradient_is_there = whole_loss_op(config, extras.rows.impl, on_policy, logits, extras.rows.inplace)
         given = token_inputs(
-            config, extras, logits.shape[-1], stats_dtype(logits), completion_ids, completion_mask, advantages,
-            old_per_token_logps, ref_per_token_logps,
+            config, extras, logits.shape[-1], dtype, completion_ids, completion_mask, advantages, old_per_token_logps,
+            ref_per_token_logps, clean=whole is None,
         )  # fmt: skip
-        layout, live, targets, temperature, values, old, ref, weight, sampled, generator = given
-        arguments = (logits, targets, temperature, config.logit_scale, config.softcap, config.needs_entropy)
-        one_pass = loss_op(config, extras.rows.impl, given.old is None)
-        terms = None
-        one_kernel = None
-        if one_pass is not None:
-            details = (values, extras.group_size, old, ref, weight, *objective.term_options(config))
-            one_kernel = one_kernel_op(logits, extras.rows.impl) if extras.rows.inplace else None
-            if one_kernel is None:
-                stats = one_pass(*arguments, *details)
-            else:
-                weights, scale, entropy_scale = objective.shares(
-                    config, config.needs_entropy, layout, layout.sum(live.to(stats_dtype(logits))), extras.normalizer,
-                    extras.entropy_normalizer,
-                )  # fmt: skip
-                stats = one_kernel(*arguments, *details, weights, scale, entropy_scale)
-            logps, entropy, row_max, sum_exp, sum_others, *parts, values = stats
-            terms = objective.TokenTerms(*parts)
+        if whole is not None:
+            tokens, stats, result = _whole_loss(whole, config, logits, given, extras)
         else:
-            logps, entropy, _, row_max, sum_exp, sum_others = row_op("row_stats", extras.rows.impl)(*arguments)
-        entropies = entropy if config.needs_entropy else None
-        tokens = objective.TokenInputs(logps, entropies, live, values, old, ref, weight, sampled, generator)
-        result = objective.evaluate(config, tokens, layout, extras.normalizer, extras.entropy_normalizer, terms)
-        rows = (logits, targets, temperature, entropy, row_max, sum_exp, sum_others)
-        kept = (*rows, result.coef, result.scale, result.entropy_scale) if one_kernel is None else (logits,)
+            tokens, stats, result, gradient_is_there = _loss_by_parts(config, logits, given, extras)
+        rows = (logits, given.targets, given.temperature, *stats)
+        kept = (logits,) if gradient_is_there else (*rows, result.coef, result.scale, result.entropy_scale)
         _save(ctx, config, extras.rows, kept)
         ctx.bundled = call is not None
         # side inputs that require grad get none
         fixed = () if ctx.needs_input_grad[0] else (result.loss,)
         if call is None:
-            ctx.mark_non_differentiable(logps, *fixed)
-            return result.loss, logps
+            ctx.mark_non_differentiable(tokens.logps, *fixed)
+            return result.loss, tokens.logps
         detached = detached_outputs(tokens, result)
         ctx.mark_non_differentiable(*(t for t in detached if t is not None), *fixed)
         if extras.rows.inplace:
@@ -243,6 +258,60 @@ class GRPOLossFunction(torch.autograd.Function):
             grad_entropy = torch.where(live, entropy_scale * upstream, 0.0)
         grad_logps = torch.where(coef == 0, 0.0, coef * (scale * upstream))
         return _gradients(ctx, _row_gradient(ctx, grad_logps, grad_entropy, tuple(rows)), rows[0], *grads)
+
+
+_Loss = tuple[objective.TokenInputs, tuple[Tensor, ...], objective.Objective]
+
+
+def _shares(config: GRPOLossConfig, given: TokenData, call: LossCall, dtype: torch.dtype) -> Any:
+    lengths = given.layout.sum(given.live.to(dtype))
+    return objective.shares(
+        config, config.needs_entropy, given.layout, lengths, call.normalizer, call.entropy_normalizer
+    )
+
+
+def _whole_loss(op: Any, config: GRPOLossConfig, logits: Tensor, given: TokenData, call: LossCall) -> _Loss:
+    """Everything by one op. What backward needs of the rows comes second: entropy, row_max, sum_exp, sum_others."""
+    weights, scale, entropy_scale = _shares(config, given, call, stats_dtype(logits))
+    logps, entropy, row_max, sum_exp, sum_others, ratio, loss, kl, coef, metrics, total = op(
+        logits, given.targets, given.temperature, config.logit_scale, config.softcap, config.needs_entropy,
+        given.advantages, given.old, given.ref, given.weight, given.rollout, *objective.term_options(config),
+        config.row.bounds, weights, scale, entropy_scale,
+    )  # fmt: skip
+    entropies = entropy if config.needs_entropy else None
+    tokens = objective.TokenInputs(logps, entropies, given.live, given.advantages, given.old, given.ref, given.weight)
+    kl = kl if config.beta != 0 else None
+    result = objective.Objective(total, coef, scale, entropy_scale, loss, kl, ratio, metrics)
+    return tokens, (entropy, row_max, sum_exp, sum_others), result
+
+
+def _loss_by_parts(
+    config: GRPOLossConfig, logits: Tensor, given: TokenData, call: LossCall
+) -> tuple[objective.TokenInputs, tuple[Tensor, ...], objective.Objective, bool]:
+    """Statistics, with the terms of each token if an op makes those in the same pass, then the objective in torch; and
+    whether that op has left the gradient over the logits."""
+    impl, values = call.rows.impl, given.advantages
+    arguments = (
+        logits, given.targets, given.temperature, config.logit_scale, config.softcap, config.needs_entropy,
+    )  # fmt: skip
+    one_pass, one_kernel, terms = loss_op(config, impl, given.old is None), None, None
+    if one_pass is not None:
+        details = (values, call.group_size, given.old, given.ref, given.weight, *objective.term_options(config))
+        one_kernel = one_kernel_op(logits, impl) if call.rows.inplace else None
+        if one_kernel is None:
+            stats = one_pass(*arguments, *details)
+        else:
+            stats = one_kernel(*arguments, *details, *_shares(config, given, call, stats_dtype(logits)))
+        logps, entropy, row_max, sum_exp, sum_others, *parts, values = stats
+        terms = objective.TokenTerms(*parts)
+    else:
+        logps, entropy, _, row_max, sum_exp, sum_others = row_op("row_stats", impl)(*arguments)
+    entropies = entropy if config.needs_entropy else None
+    tokens = objective.TokenInputs(
+        logps, entropies, given.live, values, given.old, given.ref, given.weight, given.rollout, given.generator
+    )
+    result = objective.evaluate(config, tokens, given.layout, call.normalizer, call.entropy_normalizer, terms)
+    return tokens, (entropy, row_max, sum_exp, sum_others), result, one_kernel is not None
 
 
 def detached_outputs(tokens: objective.TokenInputs, result: objective.Objective) -> tuple[Tensor | None, ...]:

@@ -151,7 +151,7 @@ def check_count(function: str, argument: str, value: object, least: int, advice:
 
 
 def check_mask(function: str, argument: str, mask: object, ids_argument: str, ids: Tensor) -> Tensor | None:
-    """A mask of the ids' shape: bool, integer or float."""
+    """A mask of the ids' shape: bool, integer or float; see `checks_data.check_mask_values`."""
     if mask is None:
         return None
     mask = check_tensor(function, argument, mask, REALS, "bool, integers or floats")
@@ -159,19 +159,7 @@ def check_mask(function: str, argument: str, mask: object, ids_argument: str, id
         got = f"{argument} {shape_of(mask)} with {ids_argument} {shape_of(ids)}"
         advice = "Cut or pad one of them; nothing is broadcast."
         raise ValueError(complain(function, argument, f"must have the shape of {ids_argument}", got, advice))
-    if mask.is_floating_point() and reads_data(mask) and not bool(((mask >= 0) & (mask < torch.inf)).all()):
-        advice = "This is a loss mask: 1 counts, 0 does not. An additive attention mask is another thing."
-        raise ValueError(complain(function, argument, "must be finite and >= 0", "other values", advice))
-    if (
-        not mask.is_floating_point()
-        and mask.dtype != torch.bool
-        and mask.numel()
-        and reads_data(mask)
-        and int(mask.amin()) < 0
-    ):
-        advice = "This is a mask: 1 counts, 0 does not. Labels with -100 belong into the ids."
-        raise ValueError(complain(function, argument, "must be >= 0", int(mask.amin()), advice))
-    return mask
+    return mask.detach()
 
 
 def check_token_tensor(function: str, argument: str, value: object, ids: Tensor) -> Tensor | None:
@@ -206,11 +194,7 @@ def check_sequence_or_token(
 def check_temperature(function: str, temperature: object, ids: Tensor, num_sequences: int | None) -> Tensor | float:
     """A number > 0, a 0-d tensor, `[B, 1]`, or one per token."""
     if not isinstance(temperature, Tensor):
-        number = check_positive(function, "temperature", temperature)
-        if number > HOTTEST:
-            wanted = f"must be at most {HOTTEST:g}"
-            raise ValueError(complain(function, "temperature", wanted, number, "Use the sampler's."))
-        return number
+        return check_heat(function, temperature)
     check_tensor(function, "temperature", temperature, (*FLOATS, *_IDS), "numbers")
     shapes = [[], shape_of(ids)]
     if num_sequences is not None:
@@ -220,6 +204,15 @@ def check_temperature(function: str, temperature: object, ids: Tensor, num_seque
         advice = "A [B] tensor could mean two things: pass temperature[:, None] for one per sequence."
         raise ValueError(complain(function, "temperature", wanted, f"shape {shape_of(temperature)}", advice))
     return temperature
+
+
+def check_heat(function: str, temperature: object) -> float:
+    """A temperature that is a number."""
+    number = check_positive(function, "temperature", temperature)
+    if number > HOTTEST:
+        wanted = f"must be at most {HOTTEST:g}"
+        raise ValueError(complain(function, "temperature", wanted, number, "Use the sampler's."))
+    return number
 
 
 def check_positive(function: str, argument: str, value: object) -> float:

@@ -33,13 +33,23 @@ def check_normalizer_value(function: str, argument: str, value: Tensor) -> None:
         raise ValueError(complain(function, argument, "must be finite and > 0, in float32 too", number, advice))
 
 
-def check_ids_below(function: str, argument: str, ids: Tensor, mask: Tensor | None, vocabulary: int) -> bool:
-    """Live ids below V; negative ids mean dead. Returns whether every row is known to count."""
-    if not checks.reads_data(ids) or ids.numel() == 0:
-        return False
-    lowest, highest = ids.aminmax()
-    if int(highest) < vocabulary:
-        return mask is None and int(lowest) >= 0
+def check_mask_values(function: str, argument: str, mask: Tensor | None) -> None:
+    """Finite and not negative."""
+    if mask is None or mask.dtype == torch.bool or mask.numel() == 0 or not checks.reads_data(mask):
+        return
+    if mask.is_floating_point():
+        if not bool(((mask >= 0) & (mask < torch.inf)).all()):
+            advice = "This is a loss mask: 1 counts, 0 does not. An additive attention mask is another thing."
+            raise ValueError(complain(function, argument, "must be finite and >= 0", "other values", advice))
+    elif int(mask.amin()) < 0:
+        advice = "This is a mask: 1 counts, 0 does not. Labels with -100 belong into the ids."
+        raise ValueError(complain(function, argument, "must be >= 0", int(mask.amin()), advice))
+
+
+def check_ids_below(function: str, argument: str, ids: Tensor, mask: Tensor | None, vocabulary: int) -> None:
+    """Live ids below V; negative ids mean dead."""
+    if not checks.reads_data(ids) or ids.numel() == 0 or int(ids.amax()) < vocabulary:
+        return
     bad = ids >= vocabulary
     if mask is not None:
         bad = bad & (mask != 0)
@@ -47,7 +57,6 @@ def check_ids_below(function: str, argument: str, ids: Tensor, mask: Tensor | No
         got = f"{int(ids[bad].reshape(-1)[0])} with V = {vocabulary}"
         advice = "Mask such tokens out, or give them a negative id."
         raise ValueError(complain(function, argument, "must hold ids below V where they count", got, advice))
-    return False
 
 
 def check_live_finite(function: str, argument: str, values: Tensor | None, live: Tensor) -> None:

@@ -279,3 +279,28 @@ def token_terms(
     if ratio_bounded:
         slope = tl.where(moving, slope, 0.0)
     return ratio, loss, slope, own, value
+
+
+def held_back(
+    bounds: Any, surrogate: Any, ratio: Any, gap: Any, advantage: Any, logp: Any, lower: Any, upper: Any, delta: Any,
+    limited: Any,
+) -> Any:  # fmt: skip
+    """Whether the clip of a loss holds a token back for falling below its bounds, and for rising above them.
+
+    `bounds` says what they bound (see `loss_types.LossType`); `limited`: whether there is a `delta`. A cap has no low.
+    """
+    good = advantage > 0
+    if bounds == "divergence":
+        if surrogate == "dppo_tv":
+            out = leaves_tv(gap, advantage, logp, lower, upper)
+        else:
+            out = leaves_kl(gap, advantage, logp, lower, upper)
+        low, high = out & (advantage <= 0), out & good
+    else:
+        used = ratio
+        if bounds == "log_ratio":
+            used = gap
+        if limited:
+            used = tl.where(used > delta, delta, used)
+        low, high = (used < lower) & (advantage < 0), (used > upper) & good
+    return low, high

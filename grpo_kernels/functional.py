@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import backends, checks, checks_data
+from . import backends, checks
 from .arguments import check_loss_arguments, check_temperature, refuse_unbuilt, row_config
 from .autograd import GRPOLossFunction, PerTokenLogpsFunction
 from .config import GRPOLossConfig
-from .inputs import RowCall, live_rows
+from .inputs import RowCall
 from .ops.schema import stats_dtype
 from .outputs import GRPOLossOutput, LogpsOutput
+from .quick import Unfit, quick_call
+from .screening import live_targets
 
 _DEFAULT_CONFIG = GRPOLossConfig()
 
@@ -54,7 +56,16 @@ def per_token_logps(
         RuntimeError: an impl that is not there; a second backward or a later use of logits given away in place.
     """
     name = "per_token_logps"
-    refuse_unbuilt(name, sampling_mask=sampling_mask)
+    if sampling_mask is not None:
+        refuse_unbuilt(name, sampling_mask=sampling_mask)
+    quick = quick_call(logits, targets, mask, impl, inplace, temperature, logit_scale, softcap, entropy)
+    if quick is not None:
+        try:
+            return LogpsOutput(
+                *PerTokenLogpsFunction.apply(logits, targets, mask, quick)  # type: ignore[no-untyped-call]
+            )
+        except (Unfit, NotImplementedError):
+            pass  # the checks that follow say what is wrong
     if isinstance(targets, Tensor) and isinstance(logits, Tensor) and targets.ndim == logits.ndim == 3:
         raise NotImplementedError(
             f"{name}: a trailing axis of K targets is not built yet, got {list(targets.shape)}. Call once per target."
@@ -63,15 +74,14 @@ def per_token_logps(
     mask = checks.check_mask(name, "mask", mask, "targets", targets)
     checks.check_device(name, "logits", logits.device, {"mask": mask})
     config = row_config(name, softcap, logit_scale, entropy)
-    all_live = checks_data.check_ids_below(name, "targets", targets, mask, logits.shape[-1])
-    live = live_rows(targets, mask, logits.shape[-1]) if isinstance(temperature, Tensor) else None
+    impl = backends.resolve(name, impl, logits.device)
+    targets = live_targets(name, impl, "targets", targets, "mask", mask, logits.shape[-1])
+    live = targets >= 0 if isinstance(temperature, Tensor) else None
     heat = check_temperature(name, "logits", temperature, stats_dtype(logits), targets, None, live)
-    inplace = checks.check_inplace(name, logits, inplace)
-    call = RowCall(backends.resolve(name, impl, logits.device), inplace, all_live)
-    logps, entropies, lse = PerTokenLogpsFunction.apply(  # type: ignore[no-untyped-call]
-        logits, targets, None if mask is None else mask.detach(), heat, config, call
-    )[-3:]
-    return LogpsOutput(logps, entropies, lse)
+    call = RowCall(impl, checks.check_inplace(name, logits, inplace), screened=True)
+    return LogpsOutput(
+        *PerTokenLogpsFunction.apply(logits, targets, None, heat, config, call)[-3:]  # type: ignore[no-untyped-call]
+    )
 
 
 def grpo_loss(
@@ -141,23 +151,24 @@ def grpo_loss(
     refuse_unbuilt(name, sampling_mask=sampling_mask)
     checks.check_config(name, config)
     logits, ids = checks.check_logits(name, logits, "completion_ids", completion_ids)
+    impl = backends.resolve(name, impl, logits.device)
     given = check_loss_arguments(
-        name, "logits", logits.device, logits.shape[-1], stats_dtype(logits), ids, config, advantages=advantages,
+        name, impl, "logits", logits.device, logits.shape[-1], stats_dtype(logits), ids, config, advantages=advantages,
         rewards=rewards, group_size=group_size, group_ids=group_ids, completion_mask=completion_mask,
         cu_seqlens=cu_seqlens, old_per_token_logps=old_per_token_logps, ref_per_token_logps=ref_per_token_logps,
         rollout_per_token_logps=rollout_per_token_logps, importance_sampling_ratio=importance_sampling_ratio,
         temperature=temperature, normalizer=normalizer, entropy_normalizer=entropy_normalizer, generator=generator,
     )  # fmt: skip
-    rows = RowCall(backends.resolve(name, impl, logits.device), checks.check_inplace(name, logits, inplace))
+    rows = given.call.rows._replace(inplace=checks.check_inplace(name, logits, inplace))
     call = given.call._replace(rows=rows)
-    one_pass = backends.loss_op(config, rows.impl, given.old is None) is not None
-    in_kernel = one_pass and backends.normalises_rewards(rows.impl) and cu_seqlens is None and group_ids is None
+    one_pass = backends.loss_op(config, impl, given.old is None) is not None
+    in_kernel = one_pass and cu_seqlens is None and group_ids is None
     if given.rewards is not None and in_kernel and given.rewards.dtype in (torch.float32, stats_dtype(logits)):
         values = given.rewards
         call = call._replace(group_size=group_size or max(1, len(values)))
     else:
         values = given.advantages()
     _, loss, *detached = GRPOLossFunction.apply(  # type: ignore[no-untyped-call]
-        logits, ids, values, given.old, given.ref, given.mask, config, call
+        logits, given.ids, values, given.old, given.ref, given.mask, config, call
     )
     return given.output(loss, detached, return_per_token)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import backends, checks, checks_data, objective
+from . import backends, checks, objective
 from .arguments import check_loss_arguments, check_temperature, refuse_unbuilt, row_config
 from .autograd_linear import LinearCall, LinearGRPOLossFunction, LinearPerTokenLogpsFunction
 from .compiling import outside_compile
 from .config import GRPOLossConfig
-from .inputs import live_rows
 from .outputs import GRPOLossOutput, LogpsOutput
+from .screening import live_targets
 
 _DEFAULT_CONFIG = GRPOLossConfig()
 
@@ -82,14 +82,14 @@ def linear_per_token_logps(
         raise ValueError(
             checks.complain(name, "mode", "must be 'auto' or 'lean': the upstream gradient comes late", mode, advice)
         )
-    checks_data.check_ids_below(name, "targets", targets, mask, weight.shape[0])
-    live = live_rows(targets, mask, weight.shape[0])
-    heat = check_temperature(name, "hidden", temperature, _sums(hidden, weight), targets, None, live)
+    impl = backends.resolve(name, impl, hidden.device)
+    targets = live_targets(name, impl, "targets", targets, "mask", mask, weight.shape[0])
+    heat = check_temperature(name, "hidden", temperature, _sums(hidden, weight), targets, None, targets >= 0)
     how = "lean" if _differentiable(hidden, weight, bias) else "forward"
-    call = LinearCall(how, backends.resolve(name, impl, hidden.device), chunk_bytes, logits_dtype)
+    call = LinearCall(how, impl, chunk_bytes, logits_dtype)
     return LogpsOutput(
         *LinearPerTokenLogpsFunction.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, targets, None if mask is None else mask.detach(), heat, config, call
+            hidden, weight, bias, targets, None, heat, config, call
         )
     )
 
@@ -158,8 +158,9 @@ def linear_grpo_loss(
     refuse_unbuilt(name, process_group=process_group, sampling_mask=sampling_mask)
     checks.check_config(name, config)
     hidden, weight, ids = checks.check_hidden(name, hidden, weight, bias, "completion_ids", completion_ids)
+    impl = backends.resolve(name, impl, hidden.device)
     given = check_loss_arguments(
-        name, "hidden", hidden.device, weight.shape[0], _sums(hidden, weight), ids, config, advantages=advantages,
+        name, impl, "hidden", hidden.device, weight.shape[0], _sums(hidden, weight), ids, config, advantages=advantages,
         rewards=rewards, group_size=group_size, group_ids=group_ids, completion_mask=completion_mask,
         cu_seqlens=cu_seqlens, old_per_token_logps=old_per_token_logps, ref_per_token_logps=ref_per_token_logps,
         rollout_per_token_logps=rollout_per_token_logps, importance_sampling_ratio=importance_sampling_ratio,
@@ -172,17 +173,16 @@ def linear_grpo_loss(
         got = f"'fast' with {whole}"
         raise ValueError(checks.complain(name, "mode", wanted, got, "Use mode='lean' or 'auto'."))
     checks.check_flag(name, "return_per_token", return_per_token)
-    _check_live_count(name, num_live_tokens, ids, given.mask, given.call.cu_seqlens, weight.shape[0])
+    _check_live_count(name, num_live_tokens, given.ids)
     if not _differentiable(hidden, weight, bias):
         how = "forward"
     elif mode == "auto":
         how = "fast" if whole is None else "lean"
     else:
         how = mode
-    impl = backends.resolve(name, impl, hidden.device)
     call = LinearCall(how, impl, chunk_bytes, logits_dtype, num_live_tokens, return_per_token, given.call)
     loss, *detached = LinearGRPOLossFunction.apply(
-        hidden, weight, bias, ids, given.advantages(), given.old, given.ref, given.mask, config, call
+        hidden, weight, bias, given.ids, given.advantages(), given.old, given.ref, given.mask, config, call
     )
     return given.output(loss, detached, return_per_token)
 
@@ -202,20 +202,15 @@ def _check_how(function: str, mode: str, chunk_bytes: object, logits_dtype: str)
         checks.check_count(function, "chunk_bytes", chunk_bytes, 1, "Give bytes; None chooses.")
 
 
-def _check_live_count(
-    function: str, count: object, ids: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, vocabulary: int
-) -> None:
+def _check_live_count(function: str, count: object, targets: Tensor) -> None:
     """num_live_tokens: the number of live tokens, exactly."""
     if count is None:
         return
     advice = "Count the tokens that the mask keeps and whose id is in the vocabulary, or pass None."
     checks.check_count(function, "num_live_tokens", count, 0, advice)
-    if not checks.reads_data(ids):
+    if not checks.reads_data(targets):
         return
-    live = (ids >= 0) & (ids < vocabulary)
-    live = live if mask is None else live & (mask != 0)
-    if cu_seqlens is not None:
-        live = live & (torch.arange(ids.shape[0], device=ids.device) < cu_seqlens[-1])
-    if int(live.sum()) != count:
-        wanted = f"must be the number of live tokens, {int(live.sum())}"
+    live = int((targets >= 0).sum())
+    if live != count:
+        wanted = f"must be the number of live tokens, {live}"
         raise ValueError(checks.complain(function, "num_live_tokens", wanted, count, advice))

@@ -18,8 +18,8 @@ class RowCall(NamedTuple):
 
     impl: str = "auto"
     inplace: bool = False
-    all_live: bool = False
-    """Every row is known to count."""
+    screened: bool = False
+    """The targets are those of `screening.live_targets`: the mask is in them."""
 
 
 class LossCall(NamedTuple):
@@ -37,8 +37,6 @@ class LossCall(NamedTuple):
     prompts: Tensor | None = None
     """Which prompt each sequence answers: `layout.prompt_index`."""
     generator: torch.Generator | None = None
-    live: Tensor | None = None
-    """Which tokens count, where the checks have found it out; like the ids."""
 
 
 def temperature_tensor(
@@ -74,53 +72,59 @@ class TokenData(NamedTuple):
 
 def token_inputs(
     config: GRPOLossConfig, call: LossCall, vocabulary: int, dtype: torch.dtype, completion_ids: Tensor,
-    completion_mask: Tensor | None, advantages: Tensor, old: Tensor | None, ref: Tensor | None,
+    completion_mask: Tensor | None, advantages: Tensor, old: Tensor | None, ref: Tensor | None, *, clean: bool = True,
 ) -> TokenData:  # fmt: skip
-    """Everything of a call as token tensors."""
+    """Everything of a call as token tensors; without `clean` a dead token may hold anything."""
     layout = make_layout(completion_ids.shape, call.cu_seqlens, call.prompts)
-    live = call.live
-    if live is None:
+    if call.rows.screened:
+        targets = completion_ids
+        live = targets >= 0
+    else:
         live = live_rows(completion_ids, completion_mask, vocabulary)
         inside = layout.inside()
         live = live if inside is None else live & inside
+        targets = torch.where(live, completion_ids, DEAD)
     temperature = temperature_tensor(config, call.temperature, dtype, completion_ids.device)
     if call.cu_seqlens is not None and temperature.ndim == 2:
         # tokens outside every sequence are dead: any positive number serves
         temperature = torch.where(live, layout.spread(temperature.squeeze(1)), 1.0)
     ref = ref if config.beta != 0 else None
-    old = None if old is None else _finite_where_dead(old, live, dtype)
-    weight, sampled = call.importance_sampling_ratio, call.rollout_per_token_logps
-    weight = None if weight is None else _token_values(weight, live, dtype, layout)
-    sampled = None if sampled is None else _finite_where_dead(sampled, live, dtype)
-    if config.rollout_correction != "none" and old is not None and sampled is not None:
-        weight = rollout.correction(config, old, sampled, live, layout)
+    clean = clean or config.rollout_correction != "none"
+
+    def cleaned(values: Tensor) -> Tensor:
+        return torch.where(live, values.to(dtype), 0.0) if clean else values.to(dtype)
+
+    old, ref, sampled = (None if t is None else cleaned(t) for t in (old, ref, call.rollout_per_token_logps))
+    weight = call.importance_sampling_ratio
+    weight = None if weight is None else cleaned(_token_values(weight, live, layout))
+    if config.rollout_correction != "none":
+        if sampled is None:
+            raise ValueError(
+                f"rollout_correction={config.rollout_correction!r} needs rollout_per_token_logps, got None. "
+                "Use grpo_loss."
+            )
+        if old is not None:  # else it waits for the log-probs
+            weight = rollout.correction(config, old, sampled, live, layout)
     return TokenData(
         layout,
         live,
-        torch.where(live, completion_ids, DEAD),
+        targets,
         temperature,
-        advantages.to(dtype) if call.group_size > 0 else _token_values(advantages, live, dtype, layout),
+        advantages.to(dtype) if call.group_size > 0 else cleaned(_token_values(advantages, live, layout)),
         old,
-        None if ref is None else _finite_where_dead(ref, live, dtype),
+        ref,
         weight,
         sampled,
         call.generator,
     )
 
 
-def _token_values(values: Tensor, live: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
-    """A sequence or token tensor as token values."""
+def _token_values(values: Tensor, live: Tensor, layout: Layout) -> Tensor:
+    """A sequence or token tensor as token values, broadcastable to the tokens."""
     if live.ndim == 1:  # packed: [N] or [N, 1] are tokens, [S] or [S, 1] sequences
         is_sequence = values.shape[0] == layout.num_sequences and not (
             values.ndim == 2 and layout.num_sequences == len(live)
         )
         values = values.reshape(-1)
-        values = layout.spread(values) if is_sequence else values
-    elif values.ndim == 1:
-        values = values.unsqueeze(1)
-    return _finite_where_dead(values, live, dtype)
-
-
-def _finite_where_dead(values: Tensor, live: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dead tokens become 0, whatever they held."""
-    return torch.where(live, values.to(dtype), 0.0)
+        return layout.spread(values) if is_sequence else values
+    return values.unsqueeze(1) if values.ndim == 1 else values

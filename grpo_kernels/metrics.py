@@ -89,17 +89,11 @@ def _flags(config: GRPOLossConfig, values: Measured) -> list[Tensor]:
     lower, upper = config.lower_bound, config.upper_bound
     if not bounds:
         return []
-    if bounds == "cap":
-        return [(values.ratio > upper) & (advantages > 0)]
-    if bounds == "divergence":
-        leaves = formulas.leaves_tv if config.loss_type == "dppo_tv" else formulas.leaves_kl
-        out = leaves(values.gap, advantages, values.logps, lower, upper)
-        return [out & (advantages <= 0), out & (advantages > 0), out]
-    used = values.ratio if config.delta is None else values.ratio.clamp(max=config.delta)
-    if bounds == "log_ratio":
-        used = values.gap
-    low, high = (used < lower) & (advantages < 0), (used > upper) & (advantages > 0)
-    return [low, high, low | high]
+    low, high = formulas.held_back(
+        bounds, config.row.surrogate, values.ratio, values.gap, advantages, values.logps, lower, upper, config.delta,
+        config.delta is not None,
+    )  # fmt: skip
+    return [high] if bounds == "cap" else [low, high, low | high]
 
 
 def _extremes(rows: Tensor, dead: Tensor, num_tokens: Tensor) -> Tensor:

@@ -198,12 +198,8 @@ def _gap(tokens: TokenInputs) -> Tensor:
 
 def _with_weight(config: GRPOLossConfig, tokens: TokenInputs, layout: Layout) -> TokenInputs:
     """With the weight of the rollout, where it could not be made before the log-probs were there."""
-    if config.rollout_correction == "none" or tokens.weight is not None:
+    if config.rollout_correction == "none" or tokens.weight is not None or tokens.rollout is None:
         return tokens
-    if tokens.rollout is None:
-        raise ValueError(
-            f"rollout_correction={config.rollout_correction!r} needs rollout_per_token_logps, got None. Use grpo_loss."
-        )
     old = tokens.logps if tokens.old is None else tokens.old
     return tokens._replace(weight=rollout.correction(config, old, tokens.rollout, tokens.live, layout))
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import checks
+from . import checks, checks_data
 
 _TOLERANCE = (
     0.05  # bfloat16 engines differ by 0.01 to 0.03 nats a token on average; another temperature by 0.1 and more
@@ -49,6 +49,7 @@ def check_rollout_logps(engine: Tensor, recomputed: Tensor, mask: Tensor | None 
     engine = checks.check_tensor(name, "engine", engine, checks.FLOATS, "floats")
     checks.check_token_tensor(name, "engine", engine, recomputed)
     mask = checks.check_mask(name, "mask", mask, "recomputed", recomputed)
+    checks_data.check_mask_values(name, "mask", mask)
     checks.check_device(name, "recomputed", recomputed.device, {"engine": engine, "mask": mask})
     live = torch.ones_like(recomputed, dtype=torch.bool) if mask is None else mask != 0
     ours, theirs = recomputed.detach()[live].double(), engine.detach()[live].double()

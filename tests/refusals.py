@@ -25,7 +25,10 @@ TEXT = r"^{function}: {argument}\b.*, got .+\. .+"
 
 
 class Watch(TorchDispatchMode):
-    """Notes each operation that reads or writes the logits' storage; making views is free."""
+    """Notes each operation that reads or writes the logits' storage.
+
+    Making views is free, and so is an op that looks at the other tensors first and says that they do not fit.
+    """
 
     def __init__(self, logits: Tensor) -> None:
         super().__init__()
@@ -34,11 +37,14 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if str(func) == "grpo_kernels.logps_cpp.default" and not result[-1]:
+            return result
         if not func.is_view and func is not torch.ops.aten.detach.default:
             for x in (*args, *kwargs.values()):
                 if isinstance(x, Tensor) and x.device.type == "cpu" and x.untyped_storage().data_ptr() == self.storage:
                     self.touched.append(str(func))
-        return func(*args, **kwargs)
+        return result
 
 
 def good() -> dict[str, Any]:

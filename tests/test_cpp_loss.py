@@ -55,21 +55,22 @@ def test_terms_are_those_of_the_python_formulas(
     old, weight = (extra[name] if name in given else None for name in ("old", "weight"))
     most = (0.3, 0.1, 0.4, 0.2) if bounded else (INF, 0.1, INF, INF)
     limits = (*SURROGATES[surrogate], 3.0, 5.0, 1.0, 1.05, *most)
-    found = row_op("loss_stats")(
-        logits, ids, heat, 1.0, None, False, extra["advantages"], 0, old, extra["ref"], weight, limits, surrogate, kl,
-        corrected, bounded,
+    one = torch.ones((), dtype=torch.float64)
+    found = row_op("loss")(
+        logits, ids, heat, 1.0, None, False, extra["advantages"], old, extra["ref"], weight, None, limits, surrogate,
+        kl, corrected, bounded, "", one, one, None,
     )  # fmt: skip
     logp = found[0]
-    expected = formulas.token_terms(
+    ratio, loss, slope, own, value = formulas.token_terms(
         torch.zeros_like(logp) if old is None else logp - old, extra["advantages"], logp, weight, extra["ref"], *limits,
         surrogate, bounded, weight is not None, kl.removesuffix("+"), kl.endswith("+"), bounded, corrected,
         bounded and weight is not None,
     )  # fmt: skip
-    for name, ours, theirs in zip(("ratio", "loss", "slope", "own", "kl"), found[5:10], expected, strict=True):
+    expected = {"ratio": ratio, "loss": loss, "kl": value, "coef": slope + own}
+    for (name, theirs), ours in zip(expected.items(), found[5:9], strict=True):
         torch.testing.assert_close(
             ours, theirs.expand_as(ours), rtol=1e-12, atol=1e-14, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
         )
-    assert same_bits(found[10], extra["advantages"])
 
 
 @needs_cpp
@@ -86,18 +87,17 @@ def test_the_gradient_in_one_pass_has_the_bits_of_two(dtype: torch.dtype, softca
     ids = torch.arange(count) * 7
     ids[1] = -1
     heat = torch.tensor(0.8, dtype=wide)
-    arguments = (
-        ids, heat, 1.3, softcap, entropy, extra["advantages"], 0, extra["old"], extra["ref"], None,
-        (0.8, 1.2, INF, INF, 0.0, 0.0, INF, 0.1, INF, INF), "clip", "k3", False, False,
-    )  # fmt: skip
     share, scale = torch.rand(count, dtype=wide), torch.tensor(1 / 3, dtype=wide)
     spread = torch.tensor(-0.01, dtype=wide) if entropy else None
-    two = row_op("loss_stats")(logits, *arguments)
-    coef = share * (two[7] + two[8])
-    coef = torch.where((coef == 0) | (ids < 0), 0.0, coef * scale)
+    arguments = (
+        ids, heat, 1.3, softcap, entropy, extra["advantages"], extra["old"], extra["ref"], None, None,
+        (0.8, 1.2, INF, INF, 0.0, 0.0, INF, 0.1, INF, INF), "clip", "k3", False, False, "ratio", share, scale, spread,
+    )  # fmt: skip
+    two = row_op("loss")(logits, *arguments)
+    coef = torch.where((two[8] == 0) | (ids < 0), 0.0, two[8] * scale)
     of_entropy = None if spread is None else torch.where(ids < 0, 0.0, spread.expand(count))
     expected = row_op("row_grad")(logits, ids, heat, 1.3, softcap, *two[1:5], coef, of_entropy)
-    one = row_op("loss_grad_")(logits, *arguments, share, scale, spread)
+    one = row_op("loss_")(logits, *arguments)
     assert all(same_bits(a, b) for a, b in zip(one, two, strict=True))
     assert same_bits(logits, expected) and (logits[1] == 0).all() and (logits[0] != 0).any()
 
@@ -119,15 +119,13 @@ def test_a_gradient_is_scaled_in_place(dtype: torch.dtype) -> None:
 
 
 @needs_cpp
-def test_rewards_of_groups_are_refused() -> None:
+def test_limits_of_another_length_are_refused() -> None:
     rows, ids, one = torch.zeros(2, 5), torch.tensor([0, 1]), torch.ones(())
-    limits = (0.8, 1.2, INF, INF, 0.0, 0.0, INF, 0.1, INF, INF)
-    for size, given in ((2, limits), (0, limits[1:])):
-        with pytest.raises(RuntimeError, match="takes advantages" if size else "limits"):
-            row_op("loss_stats")(
-                rows, ids, one, 1.0, None, False, torch.ones(2), size, None, None, None, given, "clip", "none", False,
-                False,
-            )  # fmt: skip
+    with pytest.raises(RuntimeError, match="limits"):
+        row_op("loss")(
+            rows, ids, one, 1.0, None, False, torch.ones(2), None, None, None, None, (0.8, 1.2), "clip", "none", False,
+            False, "ratio", one, one, None,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize(

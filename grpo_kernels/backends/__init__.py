@@ -20,8 +20,9 @@ from ..ops.schema import NAMESPACE, last_used, record
 from . import cpp
 
 __all__ = [
-    "last_used", "loss_op", "multiplies_into_wider", "normalises_rewards", "one_kernel_op", "panel_rows",
-    "reads_are_free", "record", "report", "resolve", "row_op", "slab_bytes", "slab_rows", "weigh_op",
+    "has_cpp", "last_used", "loss_op", "multiplies_into_wider", "one_kernel_op", "only_overload", "panel_rows",
+    "reads_are_free", "record", "report", "resolve", "row_op", "screen_op", "slab_bytes", "slab_rows", "weigh_op",
+    "whole_loss_op",
 ]  # fmt: skip
 
 _P = ParamSpec("_P")
@@ -29,9 +30,7 @@ _R = TypeVar("_R")
 ENVIRONMENT: Final = "GRPO_KERNELS_BACKEND"
 _IMPLS: Final = ("auto", "triton", "cpp", "torch")
 _ACCELERATORS: Final = ("cuda", "xpu")
-_RECORDED: Final = {
-    "row_stats": "cpp", "row_weights_": "cpp", "loss_stats": "cpp one-pass", "loss_grad_": "cpp one-kernel",
-}  # fmt: skip
+_RECORDED: Final = {"row_stats": "cpp", "row_weights_": "cpp", "loss": "cpp one-pass", "loss_": "cpp one-kernel"}
 _warned: set[str] = set()
 
 
@@ -154,26 +153,52 @@ def row_op(kind: str, impl: str) -> Callable[..., Any]:
     return op
 
 
+def has_cpp() -> bool:
+    """Whether the C++ kernels can run."""
+    return _cpp_missing() is None
+
+
+def only_overload(kind: str) -> Callable[..., Any]:
+    """A C++ op for whoever keeps it, and records its runs: spares the look at what it is called with."""
+    op: Callable[..., Any] = row_op(kind, "cpp").default  # type: ignore[attr-defined]
+    return op
+
+
 def loss_op(config: GRPOLossConfig, impl: str, on_policy: bool) -> Callable[..., Any] | None:
-    """The op that makes statistics and token terms in one pass, if one claims this config; None: the general route."""
-    if impl not in ("triton", "cpp") or whole_field(config, on_policy) is not None:
+    """The op that makes statistics and token terms in one pass, if one claims this config; None: the general route.
+
+    It takes the rewards of consecutive groups as well as advantages.
+    """
+    if impl != "triton" or whole_field(config, on_policy) is not None:
         return None
     return row_op("loss_stats", impl)
 
 
-def normalises_rewards(impl: str) -> bool:
-    """Whether its `loss_op` takes the rewards of consecutive groups as well as advantages."""
-    return impl == "triton"
-
-
 def one_kernel_op(logits: Tensor, impl: str) -> Callable[..., Any] | None:
-    """The op that also leaves the gradient over the logits in the same launch, for a `loss_op`; None: two launches.
+    """The op that also leaves the gradient over the logits in the same launch, for a `loss_op`; None: two launches."""
+    return row_op("loss_grad_", impl) if _may_hold_gradient(logits) else None
 
-    float16 is left out: with 1/Z inside, most of its gradients would flush to zero before a loss scale reaches them.
-    """
-    if impl == "torch" or logits.dtype == torch.float16 or torch.compiler.is_compiling():
-        return None
-    return row_op("loss_grad_", impl)
+
+def whole_loss_op(
+    config: GRPOLossConfig, impl: str, on_policy: bool, logits: Tensor, inplace: bool
+) -> tuple[Callable[..., Any] | None, bool]:
+    """The op that makes the loss and its metrics too, if one claims this config; and whether it is the one that leaves
+    the gradient over the logits."""
+    if impl != "cpp" or whole_field(config, on_policy) is not None:
+        return None, False
+    over = inplace and _may_hold_gradient(logits)
+    return row_op("loss_" if over else "loss", impl), over
+
+
+def _may_hold_gradient(logits: Tensor) -> bool:
+    """Before the upstream gradient is known. With 1/Z inside, most of a float16 gradient would flush to zero before a
+    loss scale reaches it."""
+    return logits.dtype != torch.float16 and not torch.compiler.is_compiling()
+
+
+def screen_op(impl: str) -> Callable[..., Any] | None:
+    """The op that looks at the tokens of a call in one go, for `screening.live_targets`; None: torch does."""
+    return row_op("live_targets", impl) if impl == "cpp" else None
 
 
 def weigh_op(impl: str, device: torch.device, softcap: float | None) -> Callable[..., Any] | None:

@@ -83,13 +83,13 @@ def _checked(
     dtype = torch.float64 if logps.dtype == torch.float64 else torch.float32
     known = torch.zeros_like(logps, dtype=torch.int64)  # one token, which every row has: the mask says what is live
     given = check_loss_arguments(
-        name, "log_probs", logps.device, 1, dtype, known, config, advantages=advantages, completion_mask=mask,
+        name, "torch", "log_probs", logps.device, 1, dtype, known, config, advantages=advantages, completion_mask=mask,
         old_per_token_logps=old, ref_per_token_logps=ref, importance_sampling_ratio=weight, normalizer=normalizer,
         rewards=None, group_size=None, group_ids=None, cu_seqlens=None, rollout_per_token_logps=None,
         temperature=None, entropy_normalizer=None, generator=None,
     )  # fmt: skip
     return given, token_inputs(
-        config, given.call, 1, dtype, known, given.mask, given.advantages(), given.old, given.ref
+        config, given.call, 1, dtype, given.ids, given.mask, given.advantages(), given.old, given.ref
     )
 
 

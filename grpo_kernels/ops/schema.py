@@ -23,6 +23,15 @@ the targets, any strides, dtype of the statistics; with group_size > 0 `advantag
 loss_grad_*_ does the same and, in the same launch, writes d loss / d logits over the logits: `share` is c_i per
 row, `scale` 1 / Z, `entropy_scale` d loss / d entropy. row_scale_*_ multiplies them by an upstream gradient later.
 
+loss_* and loss_*_ give (logps, entropy, row_max, sum_exp, sum_others, ratio, loss, kl, coef, metrics, total): slopes as
+the one coefficient `Objective.coef` of every row, and the loss of the batch with its metrics, those of
+`metrics.metric_names` in one vector. `rollout` is the sampler's log-prob, NaN where missing, `bounds` what a clip
+bounds (`loss_types.LossType`). loss_*_ also writes the gradient over the logits.
+
+live_targets_* is what `screening.live_targets` returns, and whether its checks hold. logps_* is that and row_stats_* in
+one, for a temperature that is a number: (logps, entropy, lse, targets, state, whether all fits and may run), where
+state is what logps_grad_* needs, one tensor `[3 or 4, N]`.
+
 row_grad_* gives d/dlogits of `sum(grad_logps * logps + grad_entropy * entropy)` in the logits' dtype; rows whose two
 coefficients are 0 are written as 0 without being read. row_grad_*_ (`_` at the end) writes it over the logits,
 row_grad_into_* over `out`, in the dtype of that.
@@ -54,12 +63,23 @@ _WEIGHTS = (
     "(Tensor(a!) logits, Tensor targets, Tensor temperature, float logit_scale, bool entropy)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-_LOSS = (
-    "Tensor targets, Tensor temperature, float logit_scale, float? softcap, bool entropy,"
-    " Tensor advantages, int group_size, Tensor? old, Tensor? ref, Tensor? weight, float[] limits, str surrogate,"
-    " str kl, bool corrected, bool kl_weighted"
+_ROWS = "Tensor targets, Tensor temperature, float logit_scale, float? softcap, bool entropy, Tensor advantages,"
+_TERMS = " float[] limits, str surrogate, str kl, bool corrected, bool kl_weighted"
+_SHARES = ", Tensor share, Tensor scale, Tensor? entropy_scale"
+_ELEVEN = ") -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+_LOSS = f"{_ROWS} int group_size, Tensor? old, Tensor? ref, Tensor? weight,{_TERMS}"
+_WHOLE_LOSS = (
+    f"{_ROWS} Tensor? old, Tensor? ref, Tensor? weight, Tensor? rollout,{_TERMS}, str bounds{_SHARES}{_ELEVEN}"
 )
-_LOSS_OUT = ") -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+_TOKENS = (
+    "(Tensor ids, Tensor? mask, int vocabulary, int inside, Tensor? old, Tensor? ref, Tensor? rollout)"
+    " -> (Tensor, bool)"
+)
+_LOGPS = (
+    "(Tensor logits, Tensor ids, Tensor? mask, float temperature, float logit_scale, float? softcap, bool entropy)"
+    " -> (Tensor, Tensor?, Tensor, Tensor, Tensor, bool)"
+)
+_SCALE = "(Tensor(a!) logits, Tensor factor) -> ()"
 _library = torch.library.Library(NAMESPACE, "DEF")
 _last_used: str | None = None
 
@@ -83,9 +103,17 @@ def declare(name: str) -> None:
         (f"row_grad_{name}", f"(Tensor logits, {_GRAD} -> Tensor", _fake_grad),
         (f"row_grad_{name}_", f"(Tensor(a!) logits, {_GRAD} -> ()", _fake_nothing),
         (f"row_grad_into_{name}", f"(Tensor logits, Tensor(a!) out, {_GRAD} -> ()", _fake_nothing),
+        (f"loss_{name}", f"(Tensor logits, {_WHOLE_LOSS}", _fake_whole_loss),
+        (f"loss_{name}_", f"(Tensor(a!) logits, {_WHOLE_LOSS}", _fake_whole_loss),
+        (f"row_scale_{name}_", _SCALE, _fake_nothing),
     )
-    for op, arguments, fake in (*row_ops, *_loss_ops(name)):
+    for op, arguments, fake in row_ops:
         _define(op, arguments, None, fake)
+    # these look at values, so they are never traced
+    state = "float logit_scale, float? softcap, Tensor state, Tensor grad_logps, Tensor? grad_entropy)"
+    _library.define(f"live_targets_{name}{_TOKENS}")
+    _library.define(f"logps_{name}{_LOGPS}")
+    _library.define(f"logps_grad_{name}(Tensor logits, Tensor targets, float temperature, {state} -> Tensor")
 
 
 def implement(name: str, row_stats: Callable[..., Any], row_grad_into: Callable[..., None]) -> None:
@@ -122,18 +150,10 @@ def implement_loss(
     name: str, loss_stats: Callable[..., Any], loss_grad_: Callable[..., Any], row_scale_: Callable[..., None]
 ) -> None:
     """Register a one-pass loss as `loss_stats_NAME`, `loss_grad_NAME_` and `row_scale_NAME_`."""
-    kernels = (_recorded(f"{name} one-pass", loss_stats), _recorded(f"{name} one-kernel", loss_grad_), row_scale_)
-    for (op, arguments, fake), kernel in zip(_loss_ops(name), kernels, strict=True):
-        _define(op, arguments, kernel, fake)
-
-
-def _loss_ops(name: str) -> tuple[tuple[str, str, Callable[..., Any]], ...]:
-    shares = ", Tensor share, Tensor scale, Tensor? entropy_scale"
-    return (
-        (f"loss_stats_{name}", f"(Tensor logits, {_LOSS}{_LOSS_OUT}", _fake_loss),
-        (f"loss_grad_{name}_", f"(Tensor(a!) logits, {_LOSS}{shares}{_LOSS_OUT}", _fake_loss),
-        (f"row_scale_{name}_", "(Tensor(a!) logits, Tensor factor) -> ()", _fake_nothing),
-    )
+    one_pass, one_kernel = _recorded(f"{name} one-pass", loss_stats), _recorded(f"{name} one-kernel", loss_grad_)
+    _define(f"loss_stats_{name}", f"(Tensor logits, {_LOSS}{_ELEVEN}", one_pass, _fake_loss)
+    _define(f"loss_grad_{name}_", f"(Tensor(a!) logits, {_LOSS}{_SHARES}{_ELEVEN}", one_kernel, _fake_loss)
+    _define(f"row_scale_{name}_", _SCALE, row_scale_, _fake_nothing)
 
 
 def _recorded(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,6 +195,18 @@ def _fake_loss(
 ) -> tuple[Tensor, ...]:
     stats = _fake_stats(logits, targets, temperature, logit_scale, softcap, entropy)
     return (*stats[:2], *stats[3:], *(torch.empty_like(stats[0]) for _ in range(6)))
+
+
+def _fake_whole_loss(
+    logits: Tensor, targets: Tensor, temperature: Tensor, logit_scale: float, softcap: float | None, entropy: bool,
+    advantages: Tensor, old: Tensor | None, ref: Tensor | None, weight: Tensor | None, rollout: Tensor | None,
+    limits: list[float], surrogate: str, kl: str, corrected: bool, kl_weighted: bool, bounds: str, *shares: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    stats = _fake_stats(logits, targets, temperature, logit_scale, softcap, entropy)
+    flags = {"": 0, "cap": 1}.get(bounds, 3)
+    count = 5 + flags + entropy + (kl != "none") + 3 * (weight is not None) + 2 * (rollout is not None)
+    rows = (torch.empty_like(stats[0]) for _ in range(4))
+    return (*stats[:2], *stats[3:], *rows, stats[0].new_empty(count), stats[0].new_empty(()))
 
 
 def _fake_grad(logits: Tensor, *rest: Any) -> Tensor:

@@ -160,6 +160,19 @@ FORMULAS = [
     Mutant("given_weight", "        slope = zero_safe_product(weight, slope)\n", ""),
     Mutant("given_weight", "        loss = zero_safe_product(weight, loss)\n", ""),
     Mutant("log_ratio_clamp", "        slope = tl.where(moving, slope, 0.0)\n", "        slope = slope * 1.0\n"),
+    # which tokens a clip holds back
+    Mutant(
+        "metrics",
+        "low, high = (used < lower) & (advantage < 0), (used > upper) & good",
+        "low, high = (used < lower) & good, (used > upper) & (advantage < 0)",
+    ),
+    Mutant("metrics", "used = tl.where(used > delta, delta, used)", "used = ratio"),
+    Mutant("sequence_metrics", "(advantage < 0), (used > upper) & good", "(advantage < 0), used > upper"),
+    Mutant(
+        "dppo_metrics",
+        "low, high = out & (advantage <= 0), out & good",
+        "low, high = out & (advantage < 0), out & good",
+    ),
 ]
 
 OBJECTIVE = [
@@ -282,21 +295,10 @@ SELECTION = [
 ]
 
 METRICS = [
-    Mutant(
-        "metrics",
-        "low, high = (used < lower) & (advantages < 0), (used > upper) & (advantages > 0)",
-        "low, high = (used < lower) & (advantages > 0), (used > upper) & (advantages < 0)",
-    ),
-    Mutant(
-        "metrics",
-        "used = values.ratio if config.delta is None else values.ratio.clamp(max=config.delta)",
-        "used = values.ratio",
-    ),
-    Mutant("sequence_metrics", "return [(values.ratio > upper) & (advantages > 0)]", "return [values.ratio > upper]"),
     Mutant("sequence_metrics", "layout.spread(count / (lengths", "layout.spread(1 / (lengths"),
     Mutant("metrics", "low = rows.masked_fill(dead, torch.inf).amin(1)", "low = rows.amin(1)"),
     Mutant("metrics", "means = stacked.masked_fill(dead, 0.0).sum(1) / count", "means = stacked.mean(1)"),
-    Mutant("dppo_metrics", "return [out & (advantages <= 0), out &", "return [out & (advantages < 0), out &"),
+    Mutant("sequence_metrics", 'return [high] if bounds == "cap" else', 'return [low] if bounds == "cap" else'),
     Mutant("vespo_metric", "(means[-1] + silent)", "means[-1]"),
     Mutant(
         "metrics",
