@@ -58,7 +58,7 @@ ElevenTensors loss(
   const auto statistics_of = kernels().stats[type];
   const auto gradient_of = kernels().grad[type];
 
-  for_each_row(targets.numel(), columns, [&](int64_t n) {
+  for_each_row(targets.numel(), columns, [&](int64_t n, const auto& row_ahead) {
     const int64_t target = ids.integer(n);
     char* row = rows.at(n);
     if (target < 0) {
@@ -83,7 +83,8 @@ ElevenTensors loss(
     if (upstream.grad_logp == 0 && upstream.grad_entropy == 0) {
       std::memset(row, 0, columns * kSize[type]);
     } else {
-      gradient_of(row, row, type, columns, target, transform, stats, upstream);
+      const int64_t ahead = row_ahead();
+      gradient_of(row, row, type, columns, target, transform, stats, upstream, ahead < 0 ? nullptr : rows.at(ahead));
     }
   });
   const auto& t = outputs.tensors;

@@ -95,7 +95,7 @@ void write_gradient(
     const Statistics stats{0, with_entropy ? kept.entropy.number(n) : 0.0, 0, kept.row_max.number(n),
                            kept.sum_exp.number(n), kept.sum_others.number(n)};
     const Transform transform = transform_of(type, kept.temperature.number(n), logit_scale, softcap);
-    function(rows.at(n), to, out_type, columns, target, transform, stats, upstream);
+    function(rows.at(n), to, out_type, columns, target, transform, stats, upstream, nullptr);
   }, work_of_run);
 }
 

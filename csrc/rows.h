@@ -30,9 +30,10 @@ struct Upstream {
 
 struct Kernels {
   using Stats = Statistics (*)(const void* row, int64_t columns, int64_t target, const Transform&, bool entropy);
+  // `ahead`: the row that this thread reads next, or null.
   using Grad = void (*)(
       const void* row, void* out, Type out_type, int64_t columns, int64_t target, const Transform&, const Statistics&,
-      const Upstream&);
+      const Upstream&, const void* ahead);
   // Statistics of a row that is overwritten by exp(y), its target by 0.
   using Weigh = Statistics (*)(void* row, int64_t columns, int64_t target, const Transform&, bool entropy);
 

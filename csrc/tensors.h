@@ -13,6 +13,7 @@
 #include <iterator>
 #include <optional>
 #include <string>
+#include <type_traits>
 
 #include "rows.h"
 
@@ -257,6 +258,8 @@ constexpr int64_t kThread = 1 << 15;    // columns worth a thread
 constexpr int64_t kHugePage = 1 << 21;  // bytes
 
 // Rows on torch's threads, each taking the next run of about `work_of_run` columns; what a row gives depends on it alone.
+// A function of two arguments can ask the second for the row that its thread takes next, -1 if there is none: late, so
+// that no thread holds a row which an idle one could begin.
 template <class Function>
 void for_each_row(int64_t rows, int64_t columns, const Function& function, int64_t work_of_run = kThread) {
   const int64_t run = std::max<int64_t>(1, work_of_run / std::max<int64_t>(1, columns));
@@ -264,8 +267,18 @@ void for_each_row(int64_t rows, int64_t columns, const Function& function, int64
   std::atomic<int64_t> next{0};
   const auto work = [&](int64_t, int64_t) {
     const FlushToZero flush;
-    for (int64_t i = next.fetch_add(1); i < runs; i = next.fetch_add(1)) {
-      for (int64_t n = i * run, end = std::min(rows, n + run); n < end; ++n) function(n);
+    constexpr int64_t kUnknown = -1;
+    for (int64_t i = next.fetch_add(1), then; i < runs; i = then) {
+      then = kUnknown;
+      const auto take = [&] { return then == kUnknown ? then = next.fetch_add(1) : then; };
+      for (int64_t n = i * run, end = std::min(rows, n + run); n < end; ++n) {
+        if constexpr (std::is_invocable_v<Function, int64_t>) {
+          function(n);
+        } else {
+          function(n, [&] { return n + 1 < end ? n + 1 : take() < runs ? then * run : -1; });
+        }
+      }
+      take();
     }
   };
   const int64_t workers = std::min<int64_t>(runs, torch::stable::get_num_threads());
