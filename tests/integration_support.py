@@ -22,6 +22,8 @@ pytest.importorskip("trl", reason="TRL is not installed; parity.txt lists it")
 
 from trl import GRPOConfig
 
+from grpo_kernels.integrations.trl import FusedGRPOTrainer
+
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 PROMPTS = ["abc", "hello", "xy", "the cat", "a", "zebra q", "mnop", "q r s"]
 """Of uneven length: prompts are padded on the left."""
@@ -147,3 +149,27 @@ def worst_of(theirs: list[dict[str, Any]], ours: list[dict[str, Any]], floor: fl
             gap = abs(value - b[name]) / max(abs(value), floor)
             found.append((gap if gap == gap else float("inf"), f"{name} at step {step + 1}: {b[name]}, TRL {value}"))
     return max(found)
+
+
+def batch(
+    lengths: tuple[int, ...] = (2, 4), advantages: tuple[float, ...] = (1.0, -1.0), **more: Any
+) -> dict[str, Any]:
+    """What TRL hands to the loss."""
+    rng = torch.Generator().manual_seed(0)
+    rows, width = len(lengths), max(lengths)
+    mask = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
+    return {
+        "prompt_ids": torch.randint(3, 30, (rows, 3), generator=rng),
+        "prompt_mask": torch.ones(rows, 3, dtype=torch.int64),
+        "completion_ids": torch.randint(3, 30, (rows, width), generator=rng),
+        "completion_mask": mask,
+        "advantages": torch.tensor(advantages),
+        "num_items_in_batch": mask.sum(),
+    } | more
+
+
+def scoring(**options: Any) -> Any:
+    """Our trainer, as it stands before a micro-batch that is an update of its own."""
+    trainer = build(FusedGRPOTrainer, causal_lm(), **{"loss_type": "dapo"} | options)
+    trainer.args.steps_per_generation = trainer.current_gradient_accumulation_steps = 1
+    return trainer

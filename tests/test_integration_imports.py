@@ -12,6 +12,7 @@ PACKAGE = "grpo_kernels.integrations"
 MAY_IMPORT = {
     "fused_forward": {"transformers"},
     "given_logps": set(),
+    "head_check": {"transformers"},
     "hf": set(),
     "liger": set(),
     "lm_head": {"transformers"},

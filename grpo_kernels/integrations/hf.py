@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,12 +13,12 @@ from .. import checks
 from ..config import GRPOLossConfig
 from ..functional_linear import linear_grpo_loss
 from ..outputs import GRPOLossOutput
-from .fused_forward import in_place_of_head
-from .lm_head import CausalLMHead, causal_lm, causal_lm_head, check_head
+from .fused_forward import call_in_place_of_head
+from .head_check import check_head, check_head_once
+from .lm_head import CausalLMHead, causal_lm, causal_lm_head
 
 __all__ = ["CausalLMHead", "causal_lm_grpo_loss", "causal_lm_head", "check_head", "with_head"]
 
-_CHECKED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _DEFAULT_CONFIG = GRPOLossConfig()
 
 
@@ -51,8 +50,8 @@ def causal_lm_grpo_loss(
 
     Args:
         model: a transformers causal LM, also inside DDP, FSDP or PEFT. Its own softcap and logit_scale are applied. On
-            the first call one more forward of four tokens proves that its head is known (`check_head`; not for
-            multimodal models, which may refuse a lone token).
+            the first call one more forward without a graph proves that its head is known (`check_head`): of four
+            tokens, or of this batch if the model is multimodal.
         input_ids: `[B, L]`, prompts and completions; as in TRL prompts are padded on the left.
         attention_mask: `[B, L]`.
         completion_mask: `[B, T]`, T < L: which of the last T tokens count. Every other token tensor has this shape.
@@ -77,10 +76,8 @@ def causal_lm_grpo_loss(
         raise ValueError(checks.complain(name, "attention_mask", "must have the shape of input_ids", got, advice))
     base = causal_lm(model)
     _check_model_inputs(name, base, model_inputs or {})
-    if base not in _CHECKED:
-        if base.config.get_text_config() is base.config:
-            check_head(base)
-        _CHECKED.add(base)
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **(model_inputs or {})}
+    check_head_once(model, inputs)
     width = completion_mask.shape[1]
 
     def loss(outputs: Any, _kwargs: Mapping[str, Any]) -> GRPOLossOutput:
@@ -91,13 +88,17 @@ def causal_lm_grpo_loss(
             completion_mask=completion_mask, **loss_arguments,
         )  # fmt: skip
 
-    with in_place_of_head(base, loss):
-        out: GRPOLossOutput = model(input_ids=input_ids, attention_mask=attention_mask, **(model_inputs or {}))
+    out: GRPOLossOutput = call_in_place_of_head(name, model, loss, inputs)
     return out
 
 
 def _check_model_inputs(function: str, base: Any, model_inputs: Mapping[str, Any]) -> None:
-    """None that only the part of the forward would see which this loss takes the place of."""
+    """None that only the part of the forward would see which this loss takes the place of, and none twice."""
+    for argument in ("input_ids", "attention_mask"):
+        if argument in model_inputs:
+            got = f"shape {list(getattr(model_inputs[argument], 'shape', []))}"
+            advice = f"Give it as {argument}."
+            raise ValueError(checks.complain(function, argument, "must be left out of model_inputs", got, advice))
     outer, inner = _arguments_of(type(base)), _arguments_of(type(base.base_model))
     for argument in model_inputs:
         if argument in outer - inner or argument in ("return_dict", "output_router_logits"):

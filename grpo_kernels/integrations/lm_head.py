@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -64,7 +61,7 @@ def causal_lm_head(model: nn.Module) -> CausalLMHead:
         ValueError: an adapter on the head, a sharded weight, an encoder-decoder.
     """
     base = causal_lm(model)
-    head = _linear_head(base)
+    head = linear_head(base)
     weight, bias = head.weight, head.bias
     if type(weight).__name__ == "DTensor":  # FSDP2; differentiable
         weight = weight.full_tensor()
@@ -72,11 +69,15 @@ def causal_lm_head(model: nn.Module) -> CausalLMHead:
     if weight.ndim != 2 or weight.numel() == 0:
         got = checks.shape_of(weight)
         raise ValueError(checks.complain(NAME, "weight", "must be a matrix [V, H]", got, _SHARDED))
-    return CausalLMHead(weight, bias, *_transform(base.config.get_text_config()))
+    return CausalLMHead(weight, bias, *softcap_and_scale(base))
 
 
-def _linear_head(base: PreTrainedModel) -> Any:
-    """The module that holds weight and bias."""
+def linear_head(base: PreTrainedModel) -> Any:
+    """The module that holds weight and bias.
+
+    Raises:
+        TypeError, ValueError: as `causal_lm_head`, but for sharded weights.
+    """
     if getattr(base.config, "is_encoder_decoder", False):
         raise ValueError(
             checks.complain(NAME, "model", "must be decoder-only", type(base).__name__, "Call linear_grpo_loss.")
@@ -85,24 +86,29 @@ def _linear_head(base: PreTrainedModel) -> Any:
         advice = "Call linear_grpo_loss on its last hidden state."
         raise TypeError(checks.complain(NAME, "model", "must have a backbone", type(base).__name__, advice))
     head: Any = base.get_output_embeddings()
-    if hasattr(head, "base_layer"):
+    adapter = hasattr(head, "base_layer") or hasattr(head, "token_adapter")  # PEFT's, of the matrix or of some tokens
+    # modules_to_save: the attributes of the wrapper are those of the active copy
+    inner = head if adapter else getattr(head, "original_module", head)
+    if not adapter and not (isinstance(inner, nn.Linear) and inner.weight.is_floating_point()):
+        got = type(inner).__name__
+        advice = "Call per_token_logps or grpo_loss on the model's own logits."
+        raise TypeError(checks.complain(NAME, "model", "must have a linear head in floating point", got, advice))
+    parameters = {name.split(".")[0] for name, _ in inner.named_parameters()}
+    if adapter or parameters - {"weight", "bias", "parametrizations"}:
         raise ValueError(
             checks.complain(
                 NAME, "model", "must have no adapter on its head: the weight is read directly, so that the adapter "
                 "would never be trained", type(head).__name__,
-                "Take 'lm_head' out of target_modules, or put it into modules_to_save, which trains it whole.",
+                "Take the head out of target_modules and trainable_token_indices (tied embeddings carry it along), "
+                "or put 'lm_head' into modules_to_save, which trains it whole.",
             )
         )  # fmt: skip
-    inner = getattr(head, "original_module", head)  # PEFT's modules_to_save: attributes are those of the active one
-    if not isinstance(inner, nn.Linear) or not inner.weight.is_floating_point():
-        got = type(inner).__name__
-        advice = "Call per_token_logps or grpo_loss on the model's own logits."
-        raise TypeError(checks.complain(NAME, "model", "must have a linear head in floating point", got, advice))
     return head
 
 
-def _transform(config: Any) -> tuple[float | None, float]:
-    """`(softcap, logit_scale)` of a text config."""
+def softcap_and_scale(base: PreTrainedModel) -> tuple[float | None, float]:
+    """`(softcap, logit_scale)` by the model's text config."""
+    config: Any = base.config.get_text_config()
     scale = 1.0
     for field in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
         if getattr(config, field, None) is not None:
@@ -111,62 +117,3 @@ def _transform(config: Any) -> tuple[float | None, float]:
         multiplies = config.model_type == "hyperclovax"
         scale = float(config.logits_scaling) if multiplies else 1.0 / float(config.logits_scaling)
     return getattr(config, "final_logit_softcapping", None), scale
-
-
-def check_head(model: nn.Module) -> None:
-    """Prove on four tokens that the model's logits are `causal_lm_head` of its backbone's output, and nothing else.
-
-    One forward: hooks see what the head gets, and put a ramp from -60 to 60 in place of what it returns, which shows
-    every later cap, scale or cut. The random state is left as it was.
-
-    Raises:
-        ValueError: the model's logits are something else; ask for those and call `grpo_loss`.
-    """
-    base = causal_lm(model)
-    _linear_head(base)
-    backbone: list[Any] = []
-    head: list[Any] = []
-
-    def ramp(_module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        values = torch.linspace(-60.0, 60.0, output.shape[-1], device=output.device).to(output.dtype)
-        head.extend((inputs[0], values, _transform(base.config.get_text_config())))
-        return values.expand_as(output)
-
-    hooks = [
-        base.base_model.register_forward_hook(lambda _module, _inputs, output: backbone.append(output)),
-        base.get_output_embeddings().register_forward_hook(ramp),
-    ]
-    device = base.device
-    try:
-        with torch.no_grad(), _same_random_state(device):
-            ids = torch.arange(4, device=device)[None]  # more than one: that of padding is 0 in some models
-            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if not (len(head) == 3 and len(backbone) == 1 and _explained(logits, backbone[0].last_hidden_state, *head)):
-        requirement = "must make its logits of the backbone's output by a linear head, a scale and a softcap alone"
-        advice = "Call per_token_logps or grpo_loss on the model's own logits."
-        raise ValueError(checks.complain(NAME, "model", requirement, type(base).__name__, advice))
-
-
-def _explained(
-    logits: Tensor, last_hidden: Tensor, given: Tensor, returned: Tensor, transform: tuple[float | None, float]
-) -> bool:
-    """Whether the head got the backbone's output, and the logits are what `transform` makes of what it returned."""
-    softcap, logit_scale = transform
-    expected = returned.double() * logit_scale
-    if softcap is not None:
-        expected = softcap * torch.tanh(expected / softcap)
-    if not torch.equal(given.float(), last_hidden.float()) or logits.shape[-1] != len(expected):
-        return False
-    half = returned.dtype in (torch.float16, torch.bfloat16)
-    rounding = (2e-2 if half else 1e-4) * expected.abs().max()
-    return bool(((logits.double() - expected).abs() <= rounding).all())
-
-
-@contextlib.contextmanager
-def _same_random_state(device: torch.device) -> Iterator[None]:
-    devices = [] if device.type in ("cpu", "meta") else [device]
-    with torch.random.fork_rng(devices, device_type="cuda" if not devices else device.type):
-        yield

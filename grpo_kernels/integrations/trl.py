@@ -19,14 +19,16 @@ import transformers
 import trl
 from packaging.version import Version
 from torch import Tensor
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from trl import GRPOTrainer
 from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 
 from ..functional_linear import linear_grpo_loss, linear_per_token_logps
 from ..objective import whole_because
-from .fused_forward import in_place_of_head
-from .lm_head import CausalLMHead, causal_lm, causal_lm_head, check_head
-from .trl_loss import accumulation, completion_mask, loss_arguments, loss_config
+from .fused_forward import call_in_place_of_head
+from .head_check import check_head, check_head_once
+from .lm_head import CausalLMHead, causal_lm, causal_lm_head, linear_head, softcap_and_scale
+from .trl_loss import accumulation, completion_mask, loss_arguments, loss_config, size_of_terms
 from .trl_options import complaints
 
 __all__ = ["NEWEST", "OLDEST", "FusedGRPOTrainer", "Patch", "patch_trainer"]
@@ -66,13 +68,15 @@ class Patch:
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         self._trainer = trainer
-        fused = FusedLoss(trainer, *(getattr(trainer, name) for name in _SEAMS))
-        trainer._compute_loss, trainer._get_per_token_logps_and_entropies = fused.compute_loss, fused.logps
+        self._fused = FusedLoss(trainer, *(getattr(trainer, name) for name in _SEAMS))
+        trainer._compute_loss = self._fused.compute_loss
+        trainer._get_per_token_logps_and_entropies = self._fused.logps
 
     def undo(self) -> None:
-        """Give the trainer its own methods back; a second call changes nothing."""
+        """Give the trainer its own methods back; a second call changes nothing, also after another patch."""
         for name in _SEAMS:
-            vars(self._trainer).pop(name, None)
+            if getattr(vars(self._trainer).get(name), "__self__", None) is self._fused:
+                delattr(self._trainer, name)
 
 
 def patch_trainer(trainer: GRPOTrainer) -> Patch:
@@ -91,7 +95,8 @@ def patch_trainer(trainer: GRPOTrainer) -> Patch:
     if not isinstance(trainer, GRPOTrainer):
         advice = "Build it with trl.GRPOTrainer."
         raise TypeError(f"{name}: trainer must be a GRPOTrainer, got {type(trainer).__name__}. {advice}")
-    if isinstance(trainer, FusedGRPOTrainer) or any(seam in vars(trainer) for seam in _SEAMS):
+    seams = [getattr(vars(trainer).get(seam), "__self__", None) for seam in _SEAMS]
+    if isinstance(trainer, FusedGRPOTrainer) or any(isinstance(owner, FusedLoss) for owner in seams):
         advice = "It needs no second patch; undo() of the handle takes the first one back."
         raise ValueError(f"{name}: trainer must not be patched, got a patched {type(trainer).__name__}. {advice}")
     _refuse(name, trainer, GRPOTrainer)
@@ -109,7 +114,7 @@ class FusedLoss:
 
     def __init__(self, trainer: Any, compute_loss: Callable[..., Tensor], logps: Callable[..., Any]) -> None:
         self._trainer, self._compute_loss, self._logps = trainer, compute_loss, logps
-        self._first = True
+        self._first = trainer._step == 0  # nothing was learned yet
 
     def compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """The fused loss; metrics, and the number that it is compared with, are TRL's."""
@@ -119,7 +124,7 @@ class FusedLoss:
         loss: Tensor = call.outputs.loss
         if trainer.aux_loss_enabled:
             loss = loss + trainer.router_aux_loss_coef * call.outputs.aux_loss / accumulation(trainer)
-        _compare(loss.detach(), theirs)
+        _compare(loss.detach(), theirs, call.size)
         if self._first and trainer.model.training:
             self._first = False
             _warn_of_stale_logps(call.outputs.log_probs, inputs)
@@ -141,10 +146,15 @@ class _FusedCall:
         self._base = causal_lm(model)
         self.outputs: Any = None
         """Of the last call, after every wrapper of the model."""
+        self.size = torch.zeros(())
+        """Of the terms that the loss of the last call is made of."""
 
     def __call__(self, **kwargs: Any) -> Any:
-        with in_place_of_head(self._base, self._compute, _HEADS_ARGUMENTS):
-            self.outputs = self._model(**kwargs)
+        if not is_deepspeed_zero3_enabled():
+            check_head_once(self._model, {name: kwargs[name] for name in kwargs if name not in _HEADS_ARGUMENTS})
+        self.outputs = call_in_place_of_head(
+            "FusedGRPOTrainer", self._model, self._compute, kwargs, _HEADS_ARGUMENTS
+        )  # fmt: skip
         return self.outputs
 
     def _compute(self, outputs: Any, kwargs: Mapping[str, Any]) -> FusedCausalLMOutput:
@@ -158,9 +168,10 @@ class _FusedCall:
                 hidden, as_it_is = hidden.float(), torch.autocast(hidden.device.type, enabled=False)
             with as_it_is:
                 if self._inputs is None:
-                    return self._logps(hidden, head, kwargs["labels"][:, 1:])
-                result = self._loss(hidden, head, self._inputs, partitioned)
-        if self._trainer.aux_loss_enabled:
+                    result = self._logps(hidden, head, kwargs["labels"][:, 1:])
+                else:
+                    result = self._loss(hidden, head, self._inputs, partitioned)
+        if kwargs.get("output_router_logits"):
             result.aux_loss = _aux_loss(self._base, outputs, kwargs)
         return result
 
@@ -177,7 +188,8 @@ class _FusedCall:
     ) -> FusedCausalLMOutput:
         """The loss, and the log-probs and entropies that TRL's metrics are made of."""
         ids = inputs["completion_ids"]
-        config, arguments = loss_config(self._trainer, head), loss_arguments(self._trainer, inputs)
+        config = loss_config(self._trainer, head.softcap, head.logit_scale, accumulation(self._trainer))
+        arguments = loss_arguments(self._trainer, inputs)
         whole = whole_because(config, arguments["old_per_token_logps"] is None)
         if partitioned and whole is not None:
             raise ValueError(
@@ -194,6 +206,7 @@ class _FusedCall:
         old, ref = arguments["old_per_token_logps"], arguments["ref_per_token_logps"]
         inert = next((values for values in (old, ref) if values is not None), torch.zeros_like(logps))
         live = arguments["completion_mask"] != 0
+        self.size = size_of_terms(config, out.per_token.loss, live, arguments["normalizer"])
         logps = torch.where(live, logps, inert)  # TRL multiplies by the mask: what it masks must be finite
         return FusedCausalLMOutput(loss=out.loss, log_probs=logps, entropy=out.per_token.entropy)
 
@@ -211,10 +224,13 @@ def _aux_loss(base: Any, outputs: Any, kwargs: Mapping[str, Any]) -> Tensor:
     )
 
 
-def _compare(ours: Tensor, theirs: Tensor) -> None:
-    """TRL reads every metric of the step on the host, so one more number costs nothing."""
-    gap, size = torch.stack([(ours - theirs).abs(), theirs.abs()]).tolist()
-    if math.isfinite(size) and not gap <= 1e-3 * max(1.0, size):
+def _compare(ours: Tensor, theirs: Tensor, size: Tensor) -> None:
+    """To the rounding of the terms, which cancel: of policy and KL `size`, of what is added to them the sum's too.
+
+    TRL reads every metric of the step on the host, so one more number costs nothing.
+    """
+    gap, most = torch.stack([(ours - theirs).abs(), size + theirs.abs()]).tolist()
+    if math.isfinite(most) and not gap <= 1e-3 * most:
         warnings.warn(
             f"FusedGRPOTrainer: the loss is {float(ours)}, TRL's own of the same log-probs is {float(theirs)}. The "
             f"gradient is that of the first. Train with TRL's GRPOTrainer, and report both with TRL {trl.__version__}.",
@@ -233,7 +249,8 @@ def _warn_of_stale_logps(logps: Tensor, inputs: dict[str, Any]) -> None:
         warnings.warn(
             f"FusedGRPOTrainer: before the first update |log-ratio| is up to {most:.2g}, although nothing was learned "
             "yet: old_per_token_logps come from another precision, or from a model with dropout. Sequence-level clips "
-            "of about that width would act on noise. Compute both in one precision, with disable_dropout=True.",
+            "of about that width would act on noise. Compute both in one precision, and set every dropout of the "
+            "model's config to 0: disable_dropout reaches nn.Dropout modules only.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -242,11 +259,12 @@ def _warn_of_stale_logps(logps: Tensor, inputs: dict[str, Any]) -> None:
 def _refuse(name: str, trainer: Any, ours: type) -> None:
     """Everything for which the fused loss would not be this trainer's loss."""
     _check_versions()
-    for cls in type(trainer).__mro__:
-        own = [] if cls in (ours, *GRPOTrainer.__mro__) else [method for method in _LOSS if method in vars(cls)]
+    classes = [cls for cls in type(trainer).__mro__ if cls not in (ours, *GRPOTrainer.__mro__)]
+    for owner, where in [(trainer, "an instance's own "), *((cls, f"{cls.__name__}.") for cls in classes)]:
+        own = [method for method in _LOSS if method in vars(owner)]
         if own:
             advice = "Write that loss with gk.linear_grpo_loss or gk.linear_per_token_logps, or use it without ours."
-            raise ValueError(f"{name}: trainer must leave {own[0]} to TRL, got {cls.__name__}.{own[0]}. {advice}")
+            raise ValueError(f"{name}: trainer must leave {own[0]} to TRL, got {where}{own[0]}. {advice}")
     found = complaints(trainer)
     if found:
         raise ValueError(f"{name}: args must be options that this loss has, got {' '.join(found)}")
@@ -256,10 +274,10 @@ def _refuse(name: str, trainer: Any, ours: type) -> None:
             got = type(adapter).__name__
             raise ValueError(f"{name}: model must not learn prompts: its rows are not its tokens', got {got}. {advice}")
     base = causal_lm(trainer.model)
-    weight = base.get_output_embeddings().weight
-    plain = type(weight).__name__ != "DTensor" and weight.numel() > 0
-    if plain and base.config.get_text_config() is base.config:
-        check_head(trainer.model)
+    linear_head(base)
+    loss_config(trainer, *softcap_and_scale(base))  # refuses what TRL trains with and this loss does not
+    if base.config.get_text_config() is base.config and not is_deepspeed_zero3_enabled():
+        check_head(trainer.model)  # a multimodal model waits for its first batch
 
 
 def _check_versions() -> None:

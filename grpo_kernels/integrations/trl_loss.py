@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..config import GRPOLossConfig
-from .lm_head import CausalLMHead
+from ..layout import PaddedLayout
+from ..objective import shares
 
 _TOKEN_LOSSES = ("cispo", "dapo", "vespo")
 
@@ -23,8 +25,8 @@ def accumulation(trainer: Any) -> float:
     return float(trainer.current_gradient_accumulation_steps) if trainer.model.training else 1.0
 
 
-def loss_config(trainer: Any, head: CausalLMHead) -> GRPOLossConfig:
-    """The trainer's options, with the entropy coefficient that it applies to this micro-batch."""
+def loss_config(trainer: Any, softcap: float | None, logit_scale: float, parts: float = 1.0) -> GRPOLossConfig:
+    """The trainer's options, with the entropy coefficient that it applies to this micro-batch, one of `parts`."""
     args, loss_type = trainer.args, trainer.loss_type
     fields: dict[str, Any] = {}
     if loss_type not in ("sapo", "vespo"):
@@ -40,9 +42,9 @@ def loss_config(trainer: Any, head: CausalLMHead) -> GRPOLossConfig:
         coef = 0.0
     return GRPOLossConfig(
         loss_type=loss_type, importance_sampling_level=trainer.importance_sampling_level, beta=trainer.beta,
-        use_bias_correction_kl=args.use_bias_correction_kl, temperature=trainer.temperature, softcap=head.softcap,
-        logit_scale=head.logit_scale, entropy=True,  # TRL always reports it
-        entropy_coef=coef / accumulation(trainer), top_entropy_quantile=trainer.top_entropy_quantile,
+        use_bias_correction_kl=args.use_bias_correction_kl, temperature=trainer.temperature, softcap=softcap,
+        logit_scale=logit_scale, entropy=True,  # TRL always reports it
+        entropy_coef=coef / parts, top_entropy_quantile=trainer.top_entropy_quantile,
         off_policy_mask_threshold=trainer.off_policy_mask_threshold, **fields,
     )  # fmt: skip
 
@@ -76,3 +78,11 @@ def loss_arguments(trainer: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         "importance_sampling_ratio": weight,
         "normalizer": normalizer(trainer, inputs),
     }
+
+
+def size_of_terms(config: GRPOLossConfig, token_loss: Tensor, live: Tensor, normalizer: float | Tensor) -> Tensor:
+    """What the policy's and the KL's terms come to if none cancels another: the scale of the loss's rounding."""
+    layout = PaddedLayout(token_loss.shape)
+    z = torch.as_tensor(normalizer, dtype=token_loss.dtype, device=token_loss.device)
+    weights, scale, _ = shares(config, False, layout, layout.sum(live.to(token_loss.dtype)), z, None)
+    return (weights * token_loss.abs()).sum() * scale
