@@ -50,7 +50,7 @@ sanitize: $(INSTALLED)  ## the tests of the C++ kernels under the address and un
 TRITONS := 3.6.0 3.9.0  # the interpreter of the former needs an older numpy
 tritons: $(INSTALLED)  ## the Triton kernels, interpreted, on the oldest Triton (that of torch 2.10) and a newer one
 	for version in $(TRITONS); do \
-	  $(BIN)/python -m pip install -q --no-deps --target build/triton-$$version triton==$$version numpy==2.2.6 && \
+	  $(BIN)/python -m pip install -q --no-deps --upgrade --target build/triton-$$version triton==$$version numpy==2.2.6 && \
 	  PYTHONPATH=build/triton-$$version $(BIN)/python -W ignore::DeprecationWarning -m pytest -W ignore::DeprecationWarning \
 	    tests/test_triton_rows.py tests/test_triton_loss.py tests/test_triton_safety.py || exit 1; \
 	done
