@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test mutants sanitize lint types layers check format
+.PHONY: help install demo test mutants sanitize tritons lint types layers check format
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +46,14 @@ sanitize: $(INSTALLED)  ## the tests of the C++ kernels under the address and un
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so) $$(g++ -print-file-name=libstdc++.so)" \
 	  $(abspath $(BIN))/python -m pytest tests/test_cpp_rows.py tests/test_cpp_safety.py tests/test_cpp_loss.py \
 	  tests/test_cpp_measures.py tests/test_cpp_quick.py
+
+TRITONS := 3.6.0 3.9.0  # the interpreter of the former needs an older numpy
+tritons: $(INSTALLED)  ## the Triton kernels, interpreted, on the oldest Triton (that of torch 2.10) and a newer one
+	for version in $(TRITONS); do \
+	  $(BIN)/python -m pip install -q --no-deps --upgrade --target build/triton-$$version triton==$$version numpy==2.2.6 && \
+	  PYTHONPATH=build/triton-$$version $(BIN)/python -W ignore::DeprecationWarning -m pytest -W ignore::DeprecationWarning \
+	    tests/test_triton_rows.py tests/test_triton_loss.py tests/test_triton_safety.py || exit 1; \
+	done
 
 lint: $(INSTALLED)  ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -123,6 +123,8 @@ def memory_of_the_logits(device: torch.device, small: bool) -> Finding:
     for provider, most in (("ours", 1.0), ("ours, in place", 0.01)):
         loss = next(p for p in LOGITS if p.name == provider).build(problem)
         loss().backward()
+        if device.type == "cpu" and gk.backends.last_used() == "torch":
+            return None, f"plain torch holds more than one gradient; C++ here: {gk.backends.report()['cpp']}"
         problem.fresh()
         forward, backward = (
             peak_bytes(make_of(phase, problem, loss), device) / size for phase in ("forward", "backward")
@@ -187,8 +189,13 @@ def fresh_processes_agree(device: torch.device, small: bool) -> Finding:
     command = [sys.executable, __file__, "--device", str(device), "--digest", *(["--small"] if small else [])]
     places = [str(Path(gk.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, places))}
-    runs = [subprocess.run(command, capture_output=True, text=True, check=True, env=environment) for _ in range(2)]
-    first, second = (run.stdout.strip() for run in runs)
+    digests = []
+    for _ in range(2):
+        run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        if run.returncode != 0:
+            return False, f"a process ended with exit code {run.returncode}: {run.stderr.strip()[-500:]}"
+        digests.append(run.stdout.strip())
+    first, second = digests
     return first == second != "", f"digests {first[:16]} and {second[:16]}"
 
 
@@ -208,11 +215,17 @@ def launches_do_not_grow(device: torch.device, small: bool) -> Finding:
     times = max(medians) / min(medians)
     if device.type == "cpu":
         return None, f"no launches on a CPU; times of {shapes[0]} and {shapes[1]} are {times:.2f} apart"
-    kernels = [_kernels(make()) for make in makes]
+    return judged([_kernels(make()) for make in makes], times)
+
+
+def judged(kernels: list[list[str]], times: float) -> Finding:
+    """The names of the kernels of two forwards that should be alike, and how far their times are apart."""
     ours = [sum("row_stats" in name for name in names) for names in kernels]
-    holds = max(ours) <= 3 and len(kernels[0]) == len(kernels[1]) and times <= 1.3
     text = f"kernels of a forward: {len(kernels[0])} and {len(kernels[1])}, over the vocabulary {ours[0]} and {ours[1]}"
-    return holds, f"{text}; times {times:.2f} apart"
+    text = f"{text}; times {times:.2f} apart"
+    if max(ours) == 0 and times <= 1.3:  # a profiler without the right to count sees nothing, which proves nothing
+        return None, f"the profiler shows none of our kernels; {text}"
+    return 1 <= min(ours) <= max(ours) <= 3 and len(kernels[0]) == len(kernels[1]) and times <= 1.3, text
 
 
 def _kernels(step: Callable[[], Any]) -> list[str]:
@@ -240,11 +253,11 @@ def found(device: torch.device, small: bool) -> Iterator[dict[str, Any]]:
     for name, check in CHECKS.items():
         started = time.perf_counter()
         try:
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # of what the check before held; after some errors this raises too
             holds, text = check(device, small)
         except Exception as error:  # noqa: BLE001  (whatever breaks on a device is a finding, and the others still run)
             holds, text = False, f"{type(error).__name__}: {error}"
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
         verdict = "skip" if holds is None else "ok" if holds else "FAIL"
         yield {"check": name, "verdict": verdict, "text": text, "seconds": round(time.perf_counter() - started, 1)}
 
@@ -264,9 +277,9 @@ def main() -> int:
     for finding in found(device, options.small):
         findings.append(finding)
         print(f"{finding['verdict']:<5} {finding['check']}: {finding['text']} ({finding['seconds']} s)", flush=True)
-    if options.output is not None:
-        record = {"device": str(device), "last_used": gk.backends.last_used(), "findings": findings}
-        options.output.write_text(json.dumps(record, indent=1) + "\n")
+        if options.output is not None:  # now: the next check may be the one in which the process is stopped
+            record = {"device": str(device), "last_used": gk.backends.last_used(), "findings": findings}
+            options.output.write_text(json.dumps(record, indent=1) + "\n")
     return int(any(finding["verdict"] == "FAIL" for finding in findings))
 
 

@@ -5,16 +5,17 @@
 #
 #   OUT=results bench/gpu_session.sh
 #
-# OUT                 the folder for logs and JSON
+# OUT                 the folder for logs and JSON, made where it is missing
 # GPU_SESSION_DEVICE  torch device (default cuda); with cpu all of it runs at tiny sizes, to try the script itself
 # PYTHON              the interpreter (default python3)
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
 : "${OUT:?OUT must name the folder for the results}"
 device="${GPU_SESSION_DEVICE:-cuda}"
 python="${PYTHON:-python3}"
-mkdir -p "$OUT"
-OUT="$(cd "$OUT" && pwd)"
+# both as seen from where the script was called; a link stays one, by which Python knows its environment
+if [[ "$python" == */* && "$python" != /* ]]; then python="$PWD/$python"; fi
+{ mkdir -p "$OUT" && OUT="$(CDPATH='' cd -- "$OUT" && pwd)"; } || exit 1
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 export PYTHONPATH="$PWD:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 unset TRITON_INTERPRET
 seconds=235  # for everything: a step that would run past it is stopped

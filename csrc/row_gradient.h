@@ -16,12 +16,18 @@ inline void gradient(
   constexpr int64_t kStep = 2 * Simd::kLanes;
   const Vector offset = Simd::all(static_cast<Number>(top)), factor = Simd::all(static_cast<Number>(weight));
   const Vector entropy_factor = Simd::all(static_cast<Number>(entropy_weight));
+  const WeightedPower<Simd> weighted(constants.factor, weight);
   const auto of = [&](Vector x) {
-    Vector derivative;
+    Vector derivative, result;
     if constexpr (kCap) x = constants.cap(x, derivative);
-    x = Simd::larger(constants.lowest, Simd::subtract(x, offset));
-    const Vector p = exponential<Simd>(x, constants.scale);
-    Vector result = Simd::multiply(p, kEntropy ? Simd::multiply_add(x, entropy_factor, factor) : factor);
+    x = Simd::subtract(x, offset);
+    if constexpr (kEntropy) {
+      x = Simd::larger(constants.lowest, x);
+      const Power<Simd> p(x, constants.scale);
+      result = Simd::multiply(p.value(), Simd::multiply_add(x, entropy_factor, factor));
+    } else {
+      result = weighted(x);
+    }
     if constexpr (kCap) result = Simd::multiply(result, derivative);
     return result;
   };

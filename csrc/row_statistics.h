@@ -50,12 +50,14 @@ template <class Simd>
 struct Constants {
   using Number = typename Simd::Number;
   using Vector = typename Simd::Vector;
+  double factor;
   Scale<Simd> scale;
   Vector lowest;
   Cap<Simd> cap;
 
   explicit Constants(const Transform& transform)
-      : scale(transform.slope),
+      : factor(transform.slope),
+        scale(factor),
         lowest(Simd::all(floor_of<Number>(transform.slope * kLog2E))),
         cap(transform.softcap, transform.logit_scale, transform.masked_below) {}
 };
@@ -89,14 +91,14 @@ inline Sums sweep(In* row, int64_t columns, double shift, const Constants<Simd>&
     top_b = Simd::larger(b, top_b);
     a = Simd::larger(constants.lowest, Simd::subtract(a, offset));
     b = Simd::larger(constants.lowest, Simd::subtract(b, offset));
-    const Vector p_a = exponential<Simd>(a, constants.scale), p_b = exponential<Simd>(b, constants.scale);
-    sum_a = Simd::add(sum_a, p_a);
-    sum_b = Simd::add(sum_b, p_b);
+    const Power<Simd> p_a(a, constants.scale), p_b(b, constants.scale);
+    sum_a = Simd::multiply_add(p_a.near_one, p_a.power, sum_a);
+    sum_b = Simd::multiply_add(p_b.near_one, p_b.power, sum_b);
     if constexpr (kEntropy) {
-      energy_a = Simd::multiply_add(p_a, a, energy_a);
-      energy_b = Simd::multiply_add(p_b, b, energy_b);
+      energy_a = Simd::multiply_add(p_a.value(), a, energy_a);
+      energy_b = Simd::multiply_add(p_b.value(), b, energy_b);
     }
-    if constexpr (kStore) Simd::store(at, p_a, p_b);
+    if constexpr (kStore) Simd::store(at, p_a.value(), p_b.value());
   };
   const auto steps = [&](In* at, int count) {
     sum_a = sum_b = energy_a = energy_b = Simd::all(0);
@@ -129,22 +131,24 @@ inline double capped(Number x, const Transform& transform) {
 template <class Number>
 using Wider = std::conditional_t<std::is_same_v<Number, float>, double, long double>;
 
+// The sums so far, relative to `shift`, which is no more than a little below the largest logit so far.
 struct Running {
-  double top;
-  long double sum, energy;
+  double shift, top;
+  long double sum = 0, energy = 0;
 
-  // `others` are relative to `shift`, the top as it was.
+  explicit Running(double largest) : shift(largest), top(largest) {}
+
   inline void add(const Sums& others) {
     sum += others.sum;
     energy += others.energy;
   }
   inline void raise(double new_top, double slope) {
     if (sum != 0) {
-      const long double change = static_cast<long double>(top) - new_top, factor = std::exp(change * slope);
+      const long double change = static_cast<long double>(shift) - new_top, factor = std::exp(change * slope);
       energy = factor == 0 ? 0 * energy : factor * (energy + change * sum);
       sum *= factor;
     }
-    top = new_top;
+    shift = top = new_top;
   }
 };
 
@@ -196,27 +200,33 @@ Statistics statistics(const In* row, int64_t columns, int64_t target, const Tran
   const Constants<Simd> constants(transform);
   const auto x = widened(row[target]);
   const double of_target = kCap ? capped(x, transform) : static_cast<double>(x);
-  Running running{of_target == of_target ? of_target : -kInfinity, 0, 0};
+  double first = of_target == of_target ? of_target : -kInfinity;
   // the first block mostly holds a new largest: to look for it is cheaper than to sweep again
-  if constexpr (!kCap) running.top = std::max(running.top, largest<Simd, In>(row, std::min(columns, kBlock)));
+  if constexpr (!kCap) first = std::max(first, largest<Simd, In>(row, std::min(columns, kBlock)));
+  // A later one may exceed it by as much and is not swept again: exp(1) has the digits of exp(0). But of an energy whose
+  // terms have both signs little might be left.
+  constexpr double kExcess = kEntropy ? 0 : 1;
+  Running running(first);
   const auto part = [&](int64_t begin, int64_t end) {
     for (; begin < end; begin += kBlock) {
       In* block = const_cast<In*>(row) + begin;
       const int64_t width = end - begin < kBlock ? end - begin : kBlock;
       const auto sums = [&] {
-        const double shift = running.top == -kInfinity ? 0 : running.top;
+        const double shift = running.shift == -kInfinity ? 0 : running.shift;
         return sweep<Simd, In, kCap, kEntropy, false>(block, width, shift, constants);
       };
       Sums found = sums();
-      if (found.top > running.top) {
+      if ((found.top - running.shift) * transform.slope > kExcess) {
         running.raise(found.top, transform.slope);
         found = sums();
       }
+      running.top = std::max(running.top, found.top);
       running.add(found);
     }
   };
   part(0, target);
   part(target + 1, columns);
+  if (running.top > running.shift) running.raise(running.top, transform.slope);
   return finish<Wider<typename Simd::Number>>(running, of_target, transform);
 }
 
@@ -238,7 +248,7 @@ Statistics weigh(void* row, int64_t columns, int64_t target, const Transform& tr
   Number* x = static_cast<Number*>(row);
   const Constants<Simd> constants(transform);
   const double of_target = x[target] <= transform.masked_below ? -kInfinity : static_cast<double>(x[target]);
-  Running running{largest<Simd, Number>(x, columns), 0, 0};
+  Running running(largest<Simd, Number>(x, columns));
   const double shift = running.top == -kInfinity ? 0 : running.top;
   const auto part = [&](int64_t begin, int64_t end) {
     for (; begin < end; begin += kBlock) {

@@ -79,8 +79,9 @@ struct Avx512Float {
   // nearest bfloat16, ties to even, in the upper half; a NaN has no bits in the lower half that could carry
   static inline __m512i rounded(Vector x) {
     const __m512i bits = _mm512_castps_si512(x);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    return _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
+    const __m512i up = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
+    return _mm512_mask_add_epi32(up, odd, bits, _mm512_set1_epi32(0x8000));
   }
 };
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <iterator>
 
 #include "simd_baseline.h"
 
@@ -37,8 +38,8 @@ struct Exponents<double> {
 
 // Lower end of what times `scale` is an exponent of 2; anything under it counts as it, so that 0 * -inf cannot happen.
 template <class Number>
-inline Number floor_of(double scale) {
-  const double lowest = Exponents<Number>::kLowest / scale;
+inline Number floor_of(double scale, double exponent = Exponents<Number>::kLowest) {
+  const double lowest = exponent / scale;
   constexpr double kFinite = sizeof(Number) == sizeof(float) ? 0x1p127 : 0x1p1023;
   return static_cast<Number>(lowest < -kFinite ? -kFinite : lowest);
 }
@@ -58,23 +59,78 @@ struct Scale {
   }
 };
 
-// 2^(x * scale), the product not rounded where there is a fused multiply-add; x >= floor_of(scale). NaN stays NaN.
-// `beyond_one` is it minus 1 where |x * scale| < 1/2, with all its digits.
+// What x * scale rounds to, in the last bits of `shifted`, and the rest, in [-1/2, 1/2].
 template <class Simd>
-inline typename Simd::Vector exponential(
-    typename Simd::Vector x, const Scale<Simd>& scale, typename Simd::Vector* beyond_one = nullptr) {
-  using Constants = Exponents<typename Simd::Number>;
-  const auto magic = Simd::all(Constants::kMagic), one = Simd::all(1);
-  const auto shifted = Simd::multiply_add(x, scale.value, magic);
-  auto r = Simd::multiply_subtract(x, scale.value, Simd::subtract(shifted, magic));
-  if constexpr (sizeof(typename Simd::Number) == sizeof(double)) r = Simd::multiply_add(x, scale.rest, r);
-  auto p = Simd::all(Constants::kPolynomial[0]);
-  for (unsigned i = 1; i < sizeof(Constants::kPolynomial) / sizeof(Constants::kPolynomial[0]); ++i) {
-    p = Simd::multiply_add(p, r, Simd::all(Constants::kPolynomial[i]));
+struct Split {
+  typename Simd::Vector shifted, rest;
+
+  inline Split(typename Simd::Vector x, const Scale<Simd>& scale, typename Simd::Vector magic)
+      : shifted(Simd::multiply_add(x, scale.value, magic)),
+        rest(Simd::multiply_subtract(x, scale.value, Simd::subtract(shifted, magic))) {
+    if constexpr (sizeof(typename Simd::Number) == sizeof(double)) rest = Simd::multiply_add(x, scale.rest, rest);
   }
-  if (beyond_one != nullptr) *beyond_one = Simd::multiply(p, r);
-  return Simd::multiply(Simd::multiply_add(p, r, one), Simd::power(shifted));
-}
+};
+
+// 2^(x * scale) as `near_one * power`, the product not rounded where there is a fused multiply-add; x >= floor_of(scale).
+// NaN stays NaN. `beyond_one` is near_one minus 1 with all its digits.
+template <class Simd>
+struct Power {
+  typename Simd::Vector beyond_one, near_one, power;
+
+  inline Power(typename Simd::Vector x, const Scale<Simd>& scale) {
+    using Constants = Exponents<typename Simd::Number>;
+    const Split<Simd> split(x, scale, Simd::all(Constants::kMagic));
+    auto p = Simd::all(Constants::kPolynomial[0]);
+    for (size_t i = 1; i < std::size(Constants::kPolynomial); ++i) {
+      p = Simd::multiply_add(p, split.rest, Simd::all(Constants::kPolynomial[i]));
+    }
+    beyond_one = Simd::multiply(p, split.rest);
+    near_one = Simd::multiply_add(p, split.rest, Simd::all(1));
+    power = Simd::power(split.shifted);
+  }
+  inline typename Simd::Vector value() const { return Simd::multiply(near_one, power); }
+};
+
+// weight * 2^(x * scale), for any x up to about 0: the weight's digits are in the coefficients and its exponent among the
+// others', so that it costs nothing. A result under the smallest normal number is 0.
+template <class Simd>
+class WeightedPower {
+ public:
+  using Number = typename Simd::Number;
+  using Vector = typename Simd::Vector;
+
+  WeightedPower(double factor, double weight) : scale_(factor) {
+    constexpr int kMost = 64;  // with more the largest power would be infinite
+    int exponent = 0;
+    Number digits = static_cast<Number>(weight);
+    if (std::isfinite(digits) && digits != 0) digits = std::frexp(digits, &exponent);
+    if (exponent > kMost) {
+      digits = std::ldexp(digits, exponent - kMost);
+      exponent = kMost;
+    }
+    for (size_t i = 0; i < kTerms; ++i) {
+      const double coefficient = static_cast<double>(Exponents<Number>::kPolynomial[i]) * digits;
+      // of an infinite weight the sign alone is left, which a negative rest would turn
+      coefficients_[i] = Simd::all(std::isinf(coefficient) ? 0 : static_cast<Number>(coefficient));
+    }
+    at_zero_ = Simd::all(digits);
+    magic_ = Simd::all(Exponents<Number>::kMagic + static_cast<Number>(exponent));
+    lowest_ = Simd::all(floor_of<Number>(factor * kLog2E, Exponents<Number>::kLowest - exponent));
+  }
+
+  inline Vector operator()(Vector x) const {
+    const Split<Simd> split(Simd::larger(lowest_, x), scale_, magic_);
+    Vector p = coefficients_[0];
+    for (size_t i = 1; i < kTerms; ++i) p = Simd::multiply_add(p, split.rest, coefficients_[i]);
+    return Simd::multiply(Simd::multiply_add(p, split.rest, at_zero_), Simd::power(split.shifted));
+  }
+
+ private:
+  static constexpr size_t kTerms = std::size(Exponents<Number>::kPolynomial);
+
+  Scale<Simd> scale_;
+  Vector coefficients_[kTerms], at_zero_, magic_, lowest_;
+};
 
 // c(x) = softcap * tanh(logit_scale * x / softcap), and its derivative: 1 - tanh^2 as 4 q / (1 + q)^2, q = e^(-2 |u|).
 template <class Simd>
@@ -95,11 +151,11 @@ struct Cap {
   inline Vector operator()(Vector x, Vector& derivative) const {
     const Vector one = Simd::all(1);
     const Vector size = Simd::minus_absolute(Simd::multiply(x, inner));
-    Vector beyond_one;
-    const Vector q = exponential<Simd>(Simd::larger(lowest, size), scale, &beyond_one);
+    const Power<Simd> of_size(Simd::larger(lowest, size), scale);
+    const Vector q = of_size.value();
     // near 0 the difference of 1 and q has few digits left: with a cap far above the logits, none
     const Vector rest = Simd::unless_below(
-        Simd::subtract(Simd::all(0), beyond_one), size, Simd::all(static_cast<Number>(-0.17)), Simd::subtract(one, q));
+        Simd::subtract(Simd::all(0), of_size.beyond_one), size, Simd::all(static_cast<Number>(-0.17)), Simd::subtract(one, q));
     const Vector r = Simd::divide(one, Simd::add(one, q));
     derivative = Simd::multiply(Simd::multiply(steepest, Simd::multiply(q, r)), r);
     Vector capped = Simd::multiply(outer, Simd::with_sign(Simd::multiply(rest, r), x));

@@ -34,8 +34,8 @@ class GRPOLossConfig:
     `prompt_mean` (mean over prompts of token means); None: the loss_type's own."""
 
     epsilon: float = 0.2
-    """Lower clip: the ratio is clipped at `1 - epsilon`. In [0, 1). For `gmpo` the log-ratio at `-epsilon`; for
-    `dppo_*` the divergence that a token may lose."""
+    """Lower clip: the ratio is clipped at `1 - epsilon`, in [0, 1). For `gmpo` the log-ratio at `-epsilon`; for
+    `dppo_*` the divergence that a token may lose; both only >= 0."""
     epsilon_high: float | None = None
     """Upper clip at `1 + epsilon_high`; None: epsilon. For `cispo` see cispo_bounds; for `gmpo` in log space; for
     `dppo_*` the divergence that a token may gain."""

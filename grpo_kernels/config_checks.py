@@ -18,6 +18,7 @@ LARGEST: Final = 3.4028234663852886e38  # float32, in which the options are used
 SMALLEST: Final = 1.1754943508222875e-38
 
 NAME: Final = "GRPOLossConfig"
+_OTHER_BOUNDS: Final = ("log_ratio", "divergence")
 _EXAMPLE: Final = "epsilon_high=0.28 means a clip at 1.28: give the distance from 1, not the bound itself."
 
 
@@ -90,8 +91,12 @@ def _pair(field: str, value: Any) -> tuple[Any, Any]:
 
 
 def _check_clip(config: GRPOLossConfig) -> None:
-    if not 0 <= _number("epsilon", config.epsilon) < 1:
-        raise _bad("epsilon", "must be in [0, 1)", config.epsilon, _EXAMPLE)
+    low, bounds = _number("epsilon", config.epsilon), config.row.bounds
+    if bounds in _OTHER_BOUNDS and low < 0:  # these are no distance from 1
+        advice = f"It bounds a {bounds.replace('_', '-')} with loss_type={config.loss_type!r}."
+        raise _bad("epsilon", "must be >= 0", low, advice)
+    if bounds not in _OTHER_BOUNDS and not 0 <= low < 1:
+        raise _bad("epsilon", "must be in [0, 1)", low, _EXAMPLE)
     if config.epsilon_high is not None and _number("epsilon_high", config.epsilon_high) < 0:
         raise _bad("epsilon_high", "must be >= 0", config.epsilon_high, _EXAMPLE)
     if config.delta is not None:

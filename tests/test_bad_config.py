@@ -24,6 +24,10 @@ CONFIGS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "unlike any": ({"loss_type": "zzzz"}, "loss_type", ("dapo",)),
     "epsilon 1": ({"epsilon": 1.0}, "epsilon", ("[0, 1)", "epsilon_high=0.28", "1.28")),
     "epsilon negative": ({"epsilon": -0.2}, "epsilon", ("[0, 1)", "epsilon_high=0.28", "1.28")),
+    "epsilon 1, cispo": ({"epsilon": 1.0, "loss_type": "cispo", "epsilon_high": 5.0}, "epsilon", ("[0, 1)",)),
+    "epsilon negative, gmpo": ({"epsilon": -0.2, "loss_type": "gmpo"}, "epsilon", (">= 0", "log-ratio")),
+    "epsilon negative, dppo": ({"epsilon": -0.2, "loss_type": "dppo_kl"}, "epsilon", (">= 0", "divergence")),
+    "epsilon NaN, gmpo": ({"epsilon": NAN, "loss_type": "gmpo"}, "epsilon", ()),
     "epsilon NaN": ({"epsilon": NAN}, "epsilon", ()),
     "epsilon_high negative": ({"epsilon_high": -0.28}, "epsilon_high", ("epsilon_high=0.28", "1.28")),
     "epsilon_high NaN": ({"epsilon_high": NAN}, "epsilon_high", ()),
@@ -57,6 +61,11 @@ CONFIGS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
 def test_config_refuses_values(case: str) -> None:
     change, argument, words = CONFIGS[case]
     refused(gk.GRPOLossConfig, change, ValueError, "GRPOLossConfig", argument, *words)
+
+
+@pytest.mark.parametrize(("loss_type", "lower"), [("gmpo", -1.5), ("dppo_tv", 1.5), ("dppo_kl", 1.5)])
+def test_a_bound_on_a_log_ratio_or_a_divergence_may_be_1_and_more(loss_type: str, lower: float) -> None:
+    assert gk.GRPOLossConfig(loss_type=loss_type, epsilon=1.5).lower_bound == lower
 
 
 @pytest.mark.parametrize(

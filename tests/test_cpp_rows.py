@@ -65,6 +65,18 @@ def test_a_maximum_that_moves_with_every_block(dtype: torch.dtype, order: str) -
     assert_right(logits, torch.tensor([0, vocab // 2, vocab - 1]))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rise", [0.3, 0.99, 1.01])
+@pytest.mark.parametrize("target", ["rival", "top"])
+def test_a_maximum_that_rises_a_little_with_every_block(dtype: torch.dtype, rise: float, target: str) -> None:
+    """One logit of each block stands out, by a little more than that of the block before, and holds nearly all mass."""
+    blocks = 6
+    logits = normal_rows(1, blocks * BLOCK, dtype, std=1.0) - 30
+    logits[0, BLOCK // 2 :: BLOCK] = torch.arange(blocks).mul(rise).to(dtype)
+    column = (blocks - (2 if target == "rival" else 1)) * BLOCK + BLOCK // 2
+    assert_right(logits, torch.tensor([column]))
+
+
 # The transform
 
 

@@ -222,6 +222,25 @@ def test_every_layout_of_the_upstream_gradient(form: str) -> None:
     torch.testing.assert_close(leaf.grad, plain.grad, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("size", [1e-45, 3e-39, 1e-30, 1e30, 8e37, 3e38, INF])
+def test_coefficients_of_any_size(size: float) -> None:
+    """A coefficient's exponent goes into the exponents of the row, which have room for it or none."""
+    rows, ids = torch.tensor([[0.0, -1e-3, -0.5, -40.0, -200.0]]), torch.tensor([4])
+    heat = torch.ones(())
+    _, spread, _, *stats = row_op("row_stats")(rows, ids, heat, 1.0, None, False)
+    for sign in (1, -1):
+        coef = torch.tensor([sign * size], dtype=torch.float32)
+        grad = row_op("row_grad")(rows, ids, heat, 1.0, None, spread, *stats, coef, None)[0].double()
+        expected = -coef.double() * rows.double().softmax(1)[0]
+        expected[4] = coef.double() * (1 - rows.double().softmax(1)[0, 4])
+        tiny, most = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+        normal = (expected.abs() >= 1.0001 * tiny) & (expected.abs() <= most)
+        torch.testing.assert_close(grad[normal], expected[normal], rtol=1e-6, atol=0)  # of exp(-40) in float32
+        beyond = (expected.abs() > most) & (rows[0] > -100)
+        assert (grad[beyond] == expected[beyond].sign() * INF).all()
+        assert (grad[expected.abs() < 0.9 * tiny] == 0).all()
+
+
 def test_subnormal_results_are_zero_and_the_mode_of_the_processor_stays() -> None:
     rows = torch.tensor([[0.0, -90.0, -100.0, -1e4]])
     heat, stats = torch.ones(()), None

@@ -87,7 +87,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "band of a divergence": ({"is_correction_level": "token", "is_correction_gating": "tv"}, "must start at 0"),
     "dual_clip": ({"dual_clip": 0.5}, "dual_clip must be > 1"),
-    "clip_eps_low": ({"clip_eps_low": 1.2}, "epsilon must be in"),
+    "clip_eps_low": ({"clip_eps_low": -0.2}, "epsilon must be in"),
 }  # fmt: skip
 
 
@@ -116,3 +116,103 @@ def test_a_batch_without_a_mask_counts_whole() -> None:
     loss.backward()
     assert logps.grad is not None
     torch.testing.assert_close(logps.grad[0], -ratio / 2, rtol=1e-9, atol=0)
+
+
+def both(openrlhf: ModuleType, tensors: dict[str, Tensor], **options: Any) -> list[list[Tensor]]:
+    """`[loss, gradient, clip_ratio, ppo_kl, ...]` of OpenRLHF's own and of ours."""
+    results = []
+    for cls in (openrlhf.OPENRLHF.loss.PolicyLoss, PolicyLoss):
+        leaf = tensors["log_probs"].clone().requires_grad_()
+        loss, *numbers = cls(**options)(**(tensors | {"log_probs": leaf}))
+        results.append([loss.detach(), torch.autograd.grad(loss, leaf)[0], *(x for x in numbers if x is not None)])
+    return results
+
+
+def batch_of(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    rng = torch.Generator().manual_seed(0)
+    old = -0.1 - 3 * torch.rand(4, 6, generator=rng)
+    tensors = {
+        "log_probs": old + 0.4 * torch.randn(4, 6, generator=rng), "old_log_probs": old,
+        "advantages": torch.randn(4, 1, generator=rng).expand(4, 6),
+        "rollout_log_probs": old + 0.1 * torch.randn(4, 6, generator=rng),
+    }  # fmt: skip
+    return {name: values.to(dtype) for name, values in tensors.items()} | {
+        "action_mask": torch.tensor([[1, 1, 1, 0, 0, 0]] + [[1] * 6] * 3)
+    }
+
+
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("low", [1.0, 3.0])
+@pytest.mark.parametrize("policy", ["ppo", "gspo"])
+def test_a_lower_clip_that_no_ratio_reaches_is_openrlhfs(
+    openrlhf: ModuleType, policy: str, low: float, far: bool
+) -> None:
+    tensors = batch_of()
+    if far:  # a ratio below the least that a float tells from 1 - epsilon
+        tensors["log_probs"][tensors["advantages"][:, 0] < 0] -= 45.0
+    theirs, ours = both(openrlhf, tensors, policy_loss_type=policy, clip_eps_low=low)
+    for our, their in zip(ours, theirs, strict=True):
+        assert_equal(our, their, policy, rtol=1e-6)
+
+
+def test_an_infinite_log_prob_is_openrlhfs(openrlhf: ModuleType) -> None:
+    tensors = batch_of()
+    tensors["log_probs"][1, 1] = -torch.inf
+    theirs, ours = both(openrlhf, tensors)
+    for our, their in zip(ours[:3], theirs[:3], strict=True):
+        assert_equal(our, their, "-inf", rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_are_read_as_what_they_hold(openrlhf: ModuleType, dtype: torch.dtype) -> None:
+    """OpenRLHF's own in float64 on the same numbers, which are more than 16 bits count."""
+    tensors = {name: values.repeat(100, 30) for name, values in batch_of(dtype).items()}
+    exact = {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
+    options = {"is_correction_level": "token", "is_correction_threshold": (0.9, 1.3)}
+    leaf = tensors["log_probs"].requires_grad_()
+    theirs, _ = both(openrlhf, exact, **options)
+    ours = PolicyLoss(**options)(**tensors)
+    for our, their in zip(ours, (theirs[0], *theirs[2:]), strict=True):
+        assert_equal(our.detach(), their, str(dtype), rtol=1e-5)
+    (grad,) = torch.autograd.grad(ours[0], leaf)
+    assert_equal(grad.double(), theirs[1], "gradient", rtol=1e-2)
+
+
+def test_a_second_derivative_raises() -> None:
+    tensors = batch_of()
+    leaf = tensors["log_probs"].requires_grad_()
+    loss = PolicyLoss()(**(tensors | {"log_probs": leaf * 1.0}))[0]
+    (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward is not supported"):
+        torch.autograd.grad(grad.square().sum(), leaf)
+
+
+BAD_CALLS: dict[str, tuple[str, Any, str, str]] = {
+    "old of another shape": ("old_log_probs", torch.zeros(4, 5), "off", r"old_log_probs must have the shape of log_"),
+    "old not finite": ("old_log_probs", torch.full((4, 6), torch.nan), "off", "old_log_probs must be finite"),
+    "flat advantages": (
+        "advantages",
+        torch.ones(6),
+        "off",
+        r"advantages must have the shape of log_probs, .*got \[6\]",
+    ),
+    "a longer mask": ("action_mask", torch.ones(4, 7), "off", r"action_mask must have .*got \[4, 7\]"),
+    "a negative mask": ("action_mask", -torch.ones(4, 6), "off", "action_mask must be finite and >= 0"),
+    "a sampler's row": ("rollout_log_probs", torch.zeros(4, 1), "token", r"rollout_log_probs must .*got \[4, 1\]"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_a_bad_argument_is_refused_by_its_name_in_openrlhf(case: str) -> None:
+    argument, value, level, text = BAD_CALLS[case]
+    with pytest.raises(ValueError, match=f"PolicyLoss: {text}"):
+        PolicyLoss(is_correction_level=level)(**(batch_of() | {argument: value}))
+
+
+def test_the_sampler_in_place_of_the_old_policy_must_be_finite() -> None:
+    tensors = batch_of()
+    tensors["rollout_log_probs"][1, 2] = torch.nan
+    with pytest.raises(
+        ValueError, match=r"PolicyLoss: rollout_log_probs must be finite at live tokens, got nan at \[1"
+    ):
+        PolicyLoss(policy_loss_type="gspo", is_correction_level="token")(**tensors)

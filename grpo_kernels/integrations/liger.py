@@ -3,7 +3,8 @@
     from grpo_kernels.integrations.liger import LigerFusedLinearGRPOLoss, triton_grpo_loss
 
 Where Liger's value is right ours is the same; its faults are not copied (docs/conventions.md). Liger itself is not
-needed. An option that a loss does not have is refused, where Liger ignores it.
+needed. Of the options that a loss does not have delta and importance_sampling_level are refused; epsilon_*, sapo_*,
+vespo_* and max_completion_length are without effect, as in Liger, and so may stay in a call that changes its loss_type.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import checks
+from ..checks_data import check_live_finite, check_mask_values
 from ..config import GRPOLossConfig
+from ..config_checks import NAME
 from ..functional import grpo_loss, per_token_logps
 from ..functional_linear import linear_grpo_loss, linear_per_token_logps
 from ..ops.schema import DEAD
 from ..outputs import GRPOLossOutput
-from .given_logps import mean_over, token_losses_of_logps
+from .given_logps import UNCLIPPED_BELOW, check_alike, clipped, lower_clip, mean_over, token_losses_of_logps
 
 __all__ = ["LigerFusedLinearGRPOLoss", "triton_grpo_loss"]
 
@@ -33,7 +37,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     `compiled` and `chunk_size` say how Liger computes; here chunks are bounded in bytes, and they change nothing.
 
     Raises:
-        ValueError: an option out of its range, or one that the loss does not have.
+        ValueError: an option out of its range, or a delta or level that the loss does not have.
     """
 
     def __init__(
@@ -158,8 +162,9 @@ def triton_grpo_loss(
         The others: see `LigerFusedLinearGRPOLoss`.
 
     Raises:
-        ValueError, TypeError: as `grpo_loss`, and for an option that the loss does not have.
+        ValueError, TypeError: as `grpo_loss`, and for a delta or level that the loss does not have.
     """
+    _check_call(logits, completion_ids, completion_mask, advantages, old_logp, ref_logp, vllm_is_ratio, beta)
     rows, width = completion_ids.shape
     length = max_completion_length or (width if loss_type == "dr_grpo" else None)
     config = _config(
@@ -182,27 +187,60 @@ def triton_grpo_loss(
             "triton_grpo_loss", config, logps[:, :-1], mask, advantages=advantages, old=old_logp, ref=ref_logp,
             weight=weight,
         )  # fmt: skip
-        clipped = _clipped(config, ratio, advantages, mask)
-        return losses, kl, clipped.to(losses.dtype)
-    if weight is not None and weight.shape[1] > 1:
-        weight = _padded(weight)
+        return losses, kl, _clipped(config, ratio, advantages, mask).to(losses.dtype)
+    values: Tensor = _padded_tokens(advantages, width)
     out = grpo_loss(
-        logits, ids, config=config, advantages=advantages, completion_mask=_padded(mask),
-        old_per_token_logps=_padded(old_logp), ref_per_token_logps=_padded(ref_logp), importance_sampling_ratio=weight,
+        logits, ids, config=config, advantages=values, completion_mask=_padded(mask),
+        old_per_token_logps=_padded(old_logp), ref_per_token_logps=_padded(ref_logp),
+        importance_sampling_ratio=_padded_tokens(weight, width),
         normalizer=_normalizer(config, mask, num_items_in_batch), inplace=give_away,
         return_per_token=_needs_own_clip(config),
     )  # fmt: skip
-    return out.loss, list(_metrics(config, beta, out, advantages, _padded(mask)))
+    return out.loss, list(_metrics(config, beta, out, values, _padded(mask)))
+
+
+def _check_call(
+    logits: Any, ids: Any, mask: Any, advantages: Any, old: Any, ref: Any, weight: Any, beta: float
+) -> None:
+    """The arguments of the function by its own names, before logits and ids get a column more."""
+    name = "triton_grpo_loss"
+    checks.check_tensor(name, "logits", logits, checks.FLOATS, "float16, bfloat16, float32 or float64")
+    checks.check_tensor(name, "completion_ids", ids, (torch.int32, torch.int64), "int32 or int64 ids")
+    check_alike(name, "completion_ids", ids, {})
+    checks.check_device(name, "logits", logits.device, {"completion_ids": ids})
+    rows, width = ids.shape
+    if logits.ndim != 3 or checks.shape_of(logits)[:2] != [rows, width + 1]:
+        got = f"{checks.shape_of(logits)} with completion_ids {[rows, width]}"
+        advice = "Row t scores id t, and the last row is not read: logits_to_keep = T + 1 of a model gives it."
+        raise ValueError(checks.complain(name, "logits", f"must be [{rows}, {width + 1}, V]", got, advice))
+    logps = {"old_logp": old, "ref_logp": ref if beta != 0 else None}
+    logps = {argument: value for argument, value in logps.items() if value is not None}
+    check_alike(name, "completion_ids", ids, logps, dtypes=checks.FLOATS)
+    check_alike(name, "completion_ids", ids, {"advantages": advantages}, [rows], [rows, 1])
+    if beta != 0 and ref is None:
+        advice = "Pass it, or set beta=0."
+        raise ValueError(checks.complain(name, "ref_logp", f"must be given with beta={beta}", None, advice))
+    if weight is not None:
+        check_alike(name, "completion_ids", ids, {"vllm_is_ratio": weight}, [rows], [rows, 1])
+    live = ids >= 0
+    if mask is not None:
+        check_alike(name, "completion_ids", ids, {"completion_mask": mask})
+        check_mask_values(name, "completion_mask", mask)
+        live = live & (mask != 0)
+    for argument, value in logps.items():
+        check_live_finite(name, argument, value, live)
 
 
 def _config(loss_type: str, epsilon_low: float, epsilon_high: float, **options: Any) -> GRPOLossConfig:
     """Liger's options as ours; those of sapo and vespo where they belong, and no clip where there is none."""
+    for option in ("sapo_temperature_pos", "sapo_temperature_neg"):  # which its module looks at for every loss
+        checks.check_positive(NAME, option, options[option])
     own = {name: value for name, value in options.items() if name.partition("_")[0] not in _UNCLIPPED}
     own |= {name: value for name, value in options.items() if name.startswith(f"{loss_type}_")}
     if loss_type not in _UNCLIPPED:
         own["epsilon_high"] = epsilon_high
         if loss_type != "cispo":
-            own["epsilon"] = epsilon_low
+            own["epsilon"] = lower_clip(epsilon_low)
     return GRPOLossConfig.preset("liger", loss_type=loss_type, **own)
 
 
@@ -236,7 +274,8 @@ def _normalizer(config: GRPOLossConfig, mask: Tensor, num_items: int | Tensor | 
 
 def _needs_own_clip(config: GRPOLossConfig) -> bool:
     """Whether Liger's clip ratio, a mean over tokens before delta, is none of our metrics."""
-    return config.delta is not None or config.importance_sampling_level != "token"
+    unclipped = config.epsilon == UNCLIPPED_BELOW
+    return unclipped or config.delta is not None or config.importance_sampling_level != "token"
 
 
 def _metrics(
@@ -246,8 +285,8 @@ def _metrics(
     zero = torch.zeros_like(out.metrics["num_tokens"])
     kl = [out.metrics.get("kl", zero)] if beta != 0 else []  # without a reference: of the policy against itself
     if out.per_token is not None:
-        clipped = _clipped(config, out.per_token.ratio, advantages, mask)
-        return [*kl, mean_over(mask, clipped.to(zero.dtype))]
+        held = _clipped(config, out.per_token.ratio, advantages, mask)
+        return [*kl, mean_over(mask, held.to(zero.dtype))]
     name = "cispo_clip_ratio" if config.loss_type == "cispo" else "clip_ratio/region_mean"
     return [*kl, out.metrics.get(name, zero)]
 
@@ -256,12 +295,14 @@ def _clipped(config: GRPOLossConfig, ratio: Tensor, advantages: Tensor, mask: Te
     """Live tokens that a clip holds back, before delta."""
     if config.loss_type in _UNCLIPPED:
         return torch.zeros_like(ratio, dtype=torch.bool)
-    values = advantages.reshape(-1, 1)
-    high = (ratio > config.upper_bound) & (values > 0)
-    low = (ratio < config.lower_bound) & (values < 0)
-    return (high | low) & (mask != 0)
+    return clipped(config, ratio, advantages.unsqueeze(1) if advantages.ndim == 1 else advantages) & (mask != 0)
 
 
 def _padded(values: Any) -> Any:
     """With one more column, which no one reads."""
     return None if values is None else nn.functional.pad(values, (0, 1))
+
+
+def _padded_tokens(values: Any, width: int) -> Any:
+    """The same for one value per token; those of sequences as they are."""
+    return _padded(values) if values is not None and values.ndim == 2 and values.shape[1] == width else values

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checks import FLOATS
 from ..config import GRPOLossConfig
-from .given_logps import loss_of_logps, mean_over
+from .given_logps import check_alike, check_tokens, clipped, loss_of_logps, lower_clip, mean_over, widened
 
 __all__ = ["PolicyLoss"]
 
@@ -59,7 +60,7 @@ class PolicyLoss(nn.Module):
         self.is_correction_gating, self.is_correction_threshold = is_correction_gating, is_correction_threshold
         level = "sequence" if policy_loss_type == "gspo" else "token"
         self.config = GRPOLossConfig.preset(
-            "openrlhf", loss_type="dapo" if self.token_level_loss else "grpo", epsilon=clip_eps_low,
+            "openrlhf", loss_type="dapo" if self.token_level_loss else "grpo", epsilon=lower_clip(clip_eps_low),
             epsilon_high=clip_eps_high, dual_clip=dual_clip, importance_sampling_level=level,
         )  # fmt: skip
 
@@ -76,34 +77,40 @@ class PolicyLoss(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """`(loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio)` of `[B, T]` tensors; the last two: None without one.
 
+        The advantages may be `[B, 1]`.
+
         Raises:
-            ValueError: a correction without rollout_log_probs.
+            ValueError: a correction without rollout_log_probs, shapes that differ, old log-probs that are not finite.
         """
-        mask = torch.ones_like(log_probs, dtype=torch.bool) if action_mask is None else action_mask != 0
+        given = torch.ones_like(log_probs, dtype=torch.bool) if action_mask is None else action_mask
         corrected = self.is_correction_level != "off"
         if corrected and rollout_log_probs is None:
             raise ValueError(
                 f"PolicyLoss: rollout_log_probs must be given with is_correction_level={self.is_correction_level!r}, "
                 "got None. Pass the sampler's log-probs, or set the level to 'off'."
             )
-        old, weight, vllm_kl, filtered = old_log_probs, None, None, None
-        if corrected and rollout_log_probs is not None:
-            if self.policy_loss_type == "gspo":  # the sampler is the old policy, and nothing is weighed
-                old = rollout_log_probs
-            else:
-                weight, filtered = self._correction(old_log_probs.detach(), rollout_log_probs, mask)
-                vllm_kl = mean_over(mask, rollout_log_probs - old_log_probs)
+        behind: tuple[str, Any] = "old_log_probs", old_log_probs
+        other: tuple[str, Any] = "rollout_log_probs", rollout_log_probs
+        if corrected and self.policy_loss_type == "gspo":  # the sampler is the old policy, and nothing is weighed
+            behind, other = other, behind
+        check_tokens("PolicyLoss", ("log_probs", log_probs), behind, ("action_mask", given), advantages=advantages)
+        if corrected:
+            check_alike("PolicyLoss", "log_probs", log_probs, dict([other]), dtypes=FLOATS)
+        mask, weight, vllm_kl, filtered = given != 0, None, None, None
+        trained = widened(old_log_probs.detach())
+        if corrected and rollout_log_probs is not None and self.policy_loss_type == "ppo":
+            sampled = widened(rollout_log_probs.detach())
+            weight, filtered = self._correction(trained, sampled, mask)
+            vllm_kl = mean_over(mask, sampled - trained)
         out = loss_of_logps(
-            "PolicyLoss", self.config, log_probs, mask, advantages=advantages, old=old, weight=weight,
+            "PolicyLoss", self.config, log_probs, mask, advantages=advantages, old=behind[1], weight=weight,
             normalizer=self._normalizer(mask, dp_size, batch_num_tokens, global_batch_size),
         )  # fmt: skip
         if out.per_token is None:
             raise RuntimeError("PolicyLoss: the loss returned no token values.")
-        ratio = out.per_token.ratio
-        low, high = ratio < self.config.lower_bound, ratio > self.config.upper_bound
-        clipped = (low & (advantages < 0)) | (high & (advantages > 0))
-        ppo_kl = mean_over(mask, old_log_probs - log_probs.detach())
-        return out.loss, mean_over(mask, clipped.to(ratio.dtype)), ppo_kl, vllm_kl, filtered
+        clip_ratio = mean_over(mask, clipped(self.config, out.per_token.ratio, advantages).to(out.loss.dtype))
+        ppo_kl = mean_over(mask, trained - widened(log_probs.detach()))
+        return out.loss, clip_ratio, ppo_kl, vllm_kl, filtered
 
     def _normalizer(
         self, mask: Tensor, dp_size: int, num_tokens: float | None, num_sequences: float | None

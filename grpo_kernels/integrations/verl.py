@@ -14,15 +14,16 @@ import torch
 from torch import Tensor, nn
 from verl.trainer.ppo.core_algos import register_policy_loss
 
-from .. import formulas
+from .. import checks, formulas
 from ..config import GRPOLossConfig
 from ..functional_linear import linear_per_token_logps
 from ..outputs import GRPOLossOutput, PerToken
-from .given_logps import loss_of_logps, mean_over
+from .given_logps import UNCLIPPED_BELOW, check_tokens, clipped, loss_of_logps, lower_clip, mean_over, widened
 
 __all__ = ["POLICY_LOSSES", "FusedLinearForPPO", "linear_cross_entropy", "policy_loss"]
 
 _FIXED: Final = "seq-mean-token-mean"
+_MODES: Final = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", _FIXED)
 _METRIC: Final = "actor/"
 
 
@@ -42,9 +43,7 @@ class _Batch(NamedTuple):
 
     def clipped(self) -> Tensor:
         """Share of tokens whose clipped loss is above the unclipped one."""
-        ratio, fields = self.per_token.ratio, self.fields
-        low, high = ratio < fields.lower_bound, ratio > fields.upper_bound
-        return self.mean((low & (self.advantages < 0)) | (high & (self.advantages > 0)))
+        return self.mean(clipped(self.fields, self.per_token.ratio, self.advantages))
 
 
 def _clip(config: Any) -> dict[str, Any]:
@@ -56,11 +55,25 @@ def _clip(config: Any) -> dict[str, Any]:
     }
 
 
+def _ratio_clip(config: Any) -> dict[str, Any]:
+    """The same for a clip on ratios, which has no lower bound where clip_ratio_low is 1 or more."""
+    fields = _clip(config)
+    return fields | {"epsilon": lower_clip(fields["epsilon"])}
+
+
+def _cispo(config: Any) -> dict[str, Any]:
+    """The same for the cap of cispo, alone where clip_ratio_low is 1 or more: 10 in verl's own recipe."""
+    fields = _ratio_clip(config)
+    if fields["epsilon"] == UNCLIPPED_BELOW:
+        return {"epsilon_high": fields["epsilon_high"], "cispo_bounds": "relative_upper"}
+    return fields
+
+
 def _cov(config: Any) -> dict[str, Any]:
     losses = config.policy_loss
     low, high, ratio = losses.clip_cov_lb, losses.clip_cov_ub, losses.clip_cov_ratio
     bounds = (1.0 if low is None else low, 5.0 if high is None else high)
-    return _clip(config) | {"cov_ratio": 2e-4 if ratio is None else ratio, "cov_bounds": bounds}
+    return _ratio_clip(config) | {"cov_ratio": 2e-4 if ratio is None else ratio, "cov_bounds": bounds}
 
 
 def _kl_cov(config: Any) -> dict[str, Any]:
@@ -112,17 +125,17 @@ class _PolicyLoss(NamedTuple):
 
 _LOSSES: Final = {
     "vanilla": _PolicyLoss(
-        "dapo", lambda c: _clip(c) | {"dual_clip": c.get("clip_ratio_c", 3.0)}, _vanilla_metrics, bound=20.0
+        "dapo", lambda c: _ratio_clip(c) | {"dual_clip": c.get("clip_ratio_c", 3.0)}, _vanilla_metrics, bound=20.0
     ),
     # exp(10) bounds the ratio, from above alone
     "gspo": _PolicyLoss(
-        "dapo", lambda c: _clip(c) | {"importance_sampling_level": "sequence_token", "delta": math.exp(10.0)},
+        "dapo", lambda c: _ratio_clip(c) | {"importance_sampling_level": "sequence_token", "delta": math.exp(10.0)},
         lambda batch: {"pg_clipfrac": batch.clipped(), "pg_clipfrac_lower": batch.gap.new_zeros(())},
     ),
     "sapo": _PolicyLoss(
         "sapo", lambda c: {"sapo_temperature_pos": c.tau_pos, "sapo_temperature_neg": c.tau_neg}, _no_clip, bound=20.0
     ),
-    "cispo": _PolicyLoss("cispo", _clip, _cispo_metrics, bound=20.0),
+    "cispo": _PolicyLoss("cispo", _cispo, _cispo_metrics, bound=20.0),
     "gpg": _PolicyLoss("gpg", lambda _: {}, None),
     "dro": _PolicyLoss("dro", lambda c: {"dro_beta": c.policy_loss.dro_beta}, lambda _: {}),
     "dppo_tv": _PolicyLoss(
@@ -155,16 +168,26 @@ def policy_loss(
         old_log_prob, log_prob, advantages, response_mask: `[B, T]`.
         loss_agg_mode: verl's; "sapo" and "geo_mean" have one of their own, as in verl.
         config: verl's ActorConfig, with its global_batch_info.
-        rollout_is_weights: `[B, T]` or None.
+        rollout_is_weights: `[B, T]` or None. These and the advantages may be `[B, 1]`.
 
     Raises:
-        ValueError: an option that this loss does not have, or no global count on several processes.
+        ValueError: an option that this loss does not have, shapes that differ, or no global count on several processes.
+        TypeError: no config.
     """
     ours = _LOSSES[name]
+    function = f"gk_{name}"
+    checks.check_choice(function, "loss_agg_mode", loss_agg_mode, _MODES)
+    if config is None:
+        raise TypeError(checks.complain(function, "config", "must be verl's ActorConfig", None, "Pass the actor's."))
+    check_tokens(
+        function, ("log_prob", log_prob), ("old_log_prob", old_log_prob), ("response_mask", response_mask),
+        advantages=advantages, rollout_is_weights=rollout_is_weights,
+    )  # fmt: skip
     mode = _FIXED if name in ("sapo", "geo_mean") else loss_agg_mode
-    normalizer: float | Tensor = float(len(log_prob))
+    normalizer: float | Tensor = float(max(1, len(log_prob)))
     if name == "geo_mean":  # a plain mean over rows, each with one advantage and one weight
-        lengths = response_mask.sum(-1, keepdim=True) + 1e-8
+        advantages = widened(advantages)
+        lengths = (response_mask != 0).sum(-1, keepdim=True) + 1e-8
         mean = torch.where(response_mask != 0, advantages, 0.0).sum(-1, keepdim=True) / lengths
         spread = torch.where(response_mask != 0, (advantages - mean).abs(), 0.0)
         if bool((spread > 1e-4 * mean.abs() + 1e-6).any()):
@@ -174,7 +197,7 @@ def policy_loss(
             )
         advantages = mean
         if rollout_is_weights is not None:
-            logs = torch.where(response_mask != 0, torch.log(rollout_is_weights + 1e-10), 0.0)
+            logs = torch.where(response_mask != 0, torch.log(widened(rollout_is_weights) + 1e-10), 0.0)
             rollout_is_weights = torch.exp(logs.sum(-1, keepdim=True) / lengths)
     else:
         normalizer = _normalizer(mode, response_mask, **config.global_batch_info)
@@ -183,14 +206,14 @@ def policy_loss(
         fields["max_completion_length"] = log_prob.shape[1]
     settings = GRPOLossConfig.preset("verl", **fields)
     out = loss_of_logps(
-        f"gk_{name}", settings, log_prob, response_mask, advantages=advantages, old=old_log_prob,
+        function, settings, log_prob, response_mask, advantages=advantages, old=old_log_prob,
         weight=rollout_is_weights, normalizer=normalizer,
     )  # fmt: skip
     if out.per_token is None:
-        raise RuntimeError(f"gk_{name}: the loss returned no token values.")
+        raise RuntimeError(f"{function}: the loss returned no token values.")
     if ours.metrics is None:
         return out.loss, {}
-    gap = torch.where(response_mask != 0, log_prob.detach() - old_log_prob, 0.0)
+    gap = torch.where(response_mask != 0, widened(log_prob.detach()) - widened(old_log_prob.detach()), 0.0)
     batch = _Batch(config, settings, gap, advantages, response_mask, out, out.per_token)
     kl = batch.mean(gap.abs() if name == "kl_cov" else -gap.clamp(-ours.bound, ours.bound))
     metrics = {f"{_METRIC}{key}": value for key, value in (ours.metrics(batch) | {"ppo_kl": kl}).items()}
@@ -211,9 +234,9 @@ def _normalizer(
     if mode == "token-sum":
         count = 1
     elif mode == "token-mean":
-        count = mask.sum().clamp(min=1) if batch_num_tokens is None else batch_num_tokens
+        count = (mask != 0).sum().clamp(min=1) if batch_num_tokens is None else batch_num_tokens
     else:
-        count = (mask.sum(-1) > 0).sum().clamp(min=1) if global_batch_size is None else global_batch_size
+        count = (mask != 0).any(-1).sum().clamp(min=1) if global_batch_size is None else global_batch_size
     local = isinstance(count, Tensor) and (batch_num_tokens if mode == "token-mean" else global_batch_size) is None
     if local and dp_size > 1:
         needed = "batch_num_tokens" if mode == "token-mean" else "global_batch_size"
@@ -228,12 +251,14 @@ def _normalizer(
 
 
 def _register(name: str) -> None:
+    default = _FIXED if name in ("gspo", "sapo") else "token-mean"  # as verl's own of that name
+
     def loss(
         old_log_prob: Tensor,
         log_prob: Tensor,
         advantages: Tensor,
         response_mask: Tensor,
-        loss_agg_mode: str = "token-mean",
+        loss_agg_mode: str = default,
         config: Any = None,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
