@@ -88,6 +88,13 @@ void any_gradient(
     const Statistics& stats, const Upstream& upstream, const void* ahead) {
   using Number = typename Simd::Number;
   const In* row = static_cast<const In*>(from);
+  if constexpr (std::is_same_v<In, Half>) {
+    if (counts_lowest(transform)) {
+      const auto wide = without_lowest<Number>(row, columns, transform);
+      return any_gradient<Simd, Number, kFloat>(
+          wide.data(), out, out_type, columns, target, widened_from(transform), stats, upstream, nullptr);
+    }
+  }
   const Constants<Simd> constants(transform);
   const double g = upstream.grad_logp, g_entropy = upstream.grad_entropy;
   // R < 1 where the target is the largest: there 1 + R has lost the digits of R
@@ -103,7 +110,7 @@ void any_gradient(
   Number own = 0;  // read before a gradient in place overwrites it
   if (target >= 0) {
     const auto x = widened(row[target]);
-    const double c = transform.softcap > 0 ? capped(x, transform) : static_cast<double>(x);
+    const double c = transform.softcap > 0 ? capped<Simd>(x, constants) : static_cast<double>(x);
     const double y = (c - stats.row_max) * transform.slope, p = std::exp(y);
     double grad = g * (stats.sum_others / stats.sum_exp);
     if (upstream.with_entropy && p != 0) grad -= g_entropy * (p / stats.sum_exp) * (y + mean_gap);

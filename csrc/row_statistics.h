@@ -9,6 +9,7 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
+#include <vector>
 
 #include "rows.h"
 #include "vector_math.h"
@@ -120,35 +121,44 @@ inline Sums sweep(In* row, int64_t columns, double shift, const Constants<Simd>&
   return {Simd::largest(Simd::larger(top_a, top_b)), sum.all(), energy.all()};
 }
 
-// c(x) of one column, rounded as in the vectors.
-template <class Number>
-inline double capped(Number x, const Transform& transform) {
-  if (x <= transform.masked_below) return -kInfinity;
-  if (x == kInfinity) return kNaN;
-  return static_cast<Number>(transform.softcap * std::tanh(transform.logit_scale * x / transform.softcap));
+// c(x) of one column, by the arithmetic of all: of equal logits none may be the largest.
+template <class Simd>
+inline double capped(typename Simd::Number x, const Constants<Simd>& constants) {
+  typename Simd::Vector unused;
+  typename Simd::Number lanes[2 * Simd::kLanes];
+  const auto c = constants.cap(Simd::all(x), unused);
+  Simd::store(lanes, c, c);
+  return lanes[0];
 }
 
 template <class Number>
 using Wider = std::conditional_t<std::is_same_v<Number, float>, double, long double>;
 
-// The sums so far, relative to `shift`, which is no more than a little below the largest logit so far.
+// The sums so far: `sum` relative to `shift`, which is no more than a little below the largest logit so far, `top`, and
+// the energy relative to that. Whether there is an energy changes nothing in the sum.
 struct Running {
   double shift, top;
   long double sum = 0, energy = 0;
 
   explicit Running(double largest) : shift(largest), top(largest) {}
 
+  // An energy and the sum that goes with it, both relative to `from`, as one relative to `to`.
+  static inline long double moved(long double energy, long double sum, double from, double to, double slope) {
+    if (sum == 0) return energy;
+    const long double change = static_cast<long double>(from) - to, factor = std::exp(change * slope);
+    return factor == 0 ? 0 * energy : factor * (energy + change * sum);
+  }
   inline void add(const Sums& others) {
     sum += others.sum;
     energy += others.energy;
   }
-  inline void raise(double new_top, double slope) {
-    if (sum != 0) {
-      const long double change = static_cast<long double>(shift) - new_top, factor = std::exp(change * slope);
-      energy = factor == 0 ? 0 * energy : factor * (energy + change * sum);
-      sum *= factor;
-    }
-    shift = top = new_top;
+  inline void raise_energy(double new_top, double slope) {
+    const long double at_top = top > shift ? sum * std::exp((static_cast<long double>(shift) - top) * slope) : sum;
+    energy = moved(energy, at_top, top, new_top, slope);
+  }
+  inline void raise_shift(double new_shift, double slope) {
+    if (sum != 0) sum *= std::exp((static_cast<long double>(shift) - new_shift) * slope);
+    shift = new_shift;
   }
 };
 
@@ -199,41 +209,69 @@ template <class Simd, class In, bool kCap, bool kEntropy>
 Statistics statistics(const In* row, int64_t columns, int64_t target, const Transform& transform) {
   const Constants<Simd> constants(transform);
   const auto x = widened(row[target]);
-  const double of_target = kCap ? capped(x, transform) : static_cast<double>(x);
+  const double of_target = kCap ? capped<Simd>(x, constants) : static_cast<double>(x);
   double first = of_target == of_target ? of_target : -kInfinity;
   // the first block mostly holds a new largest: to look for it is cheaper than to sweep again
   if constexpr (!kCap) first = std::max(first, largest<Simd, In>(row, std::min(columns, kBlock)));
-  // A later one may exceed it by as much and is not swept again: exp(1) has the digits of exp(0). But of an energy whose
-  // terms have both signs little might be left.
-  constexpr double kExcess = kEntropy ? 0 : 1;
+  constexpr double kExcess = 1;  // a later one may exceed it by as much and is not swept again: exp(1) is as exact
   Running running(first);
   const auto part = [&](int64_t begin, int64_t end) {
     for (; begin < end; begin += kBlock) {
       In* block = const_cast<In*>(row) + begin;
       const int64_t width = end - begin < kBlock ? end - begin : kBlock;
-      const auto sums = [&] {
-        const double shift = running.shift == -kInfinity ? 0 : running.shift;
-        return sweep<Simd, In, kCap, kEntropy, false>(block, width, shift, constants);
+      const auto relative_to = [&](double shift) {
+        return sweep<Simd, In, kCap, kEntropy, false>(block, width, shift == -kInfinity ? 0 : shift, constants);
       };
-      Sums found = sums();
-      if ((found.top - running.shift) * transform.slope > kExcess) {
-        running.raise(found.top, transform.slope);
-        found = sums();
+      Sums found = relative_to(running.shift);
+      const double slope = transform.slope, top = std::max(running.top, found.top);
+      const bool raised = top > running.top;
+      if (kEntropy && raised) running.raise_energy(top, slope);
+      if ((found.top - running.shift) * slope > kExcess) {
+        running.raise_shift(found.top, slope);
+        found = relative_to(running.shift);
       }
-      running.top = std::max(running.top, found.top);
+      running.top = top;
+      if (kEntropy && top > running.shift) {
+        // near the largest logit, of terms with both signs little might be left
+        found.energy = raised ? relative_to(top).energy : Running::moved(found.energy, found.sum, running.shift, top, slope);
+      }
       running.add(found);
     }
   };
   part(0, target);
   part(target + 1, columns);
-  if (running.top > running.shift) running.raise(running.top, transform.slope);
+  if (running.top > running.shift) running.raise_shift(running.top, transform.slope);
   return finish<Wider<typename Simd::Number>>(running, of_target, transform);
+}
+
+// float16's lowest number, which stands for -inf, is no number of others: under so small a slope it would have a share.
+inline bool counts_lowest(const Transform& transform) { return transform.softcap == 0 && transform.slope < 0.05; }
+
+template <class Number, class In>
+std::vector<Number> without_lowest(const In* row, int64_t columns, const Transform& transform) {
+  std::vector<Number> wide(columns);
+  for (int64_t i = 0; i < columns; ++i) {
+    const Number x = widened(row[i]);
+    wide[i] = x <= transform.masked_below ? static_cast<Number>(-kInfinity) : x;
+  }
+  return wide;
+}
+
+inline Transform widened_from(Transform transform) {
+  transform.masked_below = masked_below(kFloat);
+  return transform;
 }
 
 template <class Simd, class In>
 Statistics any_statistics(
     const void* row, int64_t columns, int64_t target, const Transform& transform, bool entropy) {
   const In* x = static_cast<const In*>(row);
+  if constexpr (std::is_same_v<In, Half>) {
+    if (counts_lowest(transform)) {
+      const auto wide = without_lowest<typename Simd::Number>(x, columns, transform);
+      return any_statistics<Simd, typename Simd::Number>(wide.data(), columns, target, widened_from(transform), entropy);
+    }
+  }
   if (transform.softcap > 0) {
     return entropy ? statistics<Simd, In, true, true>(x, columns, target, transform)
                    : statistics<Simd, In, true, false>(x, columns, target, transform);

@@ -9,6 +9,9 @@ namespace grpo_kernels {
 // The order of the tables below.
 enum Type : int { kFloat, kBFloat16, kHalf, kDouble, kTypes };
 
+// Logits at or under it stand for -inf.
+constexpr double masked_below(Type type) { return type == kHalf ? -65504.0 : -0x1.FEp127; }
+
 constexpr int64_t kDead = -1;  // targets below 0, as in grpo_kernels/ops/schema.py
 
 // z = c(x) * slope, where c is the identity, or softcap * tanh(logit_scale * x / softcap) if softcap > 0.

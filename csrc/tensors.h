@@ -90,8 +90,6 @@ Type type_of(const Tensor& tensor) {
 
 constexpr int64_t kSize[kTypes] = {4, 2, 2, 8};
 
-double masked_below(Type type) { return type == kHalf ? -65504.0 : -0x1.FEp127; }
-
 // Uninitialised and contiguous. Through the C interface: torch::stable::new_empty takes the dispatcher's way, which is
 // most of the time of a call on few rows.
 Tensor fresh(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType type) {

@@ -53,8 +53,8 @@ class LossArguments(NamedTuple):
 def row_config(function: str, softcap: object, logit_scale: object, entropy: object) -> GRPOLossConfig:
     """The transform of the log-prob functions, as their autograd Functions take it."""
     checks.check_flag(function, "entropy", entropy)
-    cap = None if softcap is None else checks.check_positive(function, "softcap", softcap)
-    scale = checks.check_positive(function, "logit_scale", logit_scale)
+    cap = None if softcap is None else checks.check_scale(function, "softcap", softcap)
+    scale = checks.check_scale(function, "logit_scale", logit_scale)
     make = _row_config if torch.compiler.is_compiling() else _known_row_config
     return make(cap, scale, bool(entropy))
 

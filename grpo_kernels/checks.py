@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from .config import LARGEST, SMALLEST, GRPOLossConfig
+from .config_checks import MOST_SCALE
 
 ENVIRONMENT: Final = "GRPO_KERNELS_CHECK"
 FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 REALS: Final = (*FLOATS, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _IDS: Final = (torch.int32, torch.int64)
 INTEGERS: Final = REALS[4:]
-HOTTEST: Final = 1e30  # beyond it a float32 logit divided by it has no room under the largest exponent
 
 
 def complain(function: str, argument: str, requirement: str, got: object, advice: str) -> str:
@@ -194,7 +194,7 @@ def check_sequence_or_token(
 def check_temperature(function: str, temperature: object, ids: Tensor, num_sequences: int | None) -> Tensor | float:
     """A number > 0, a 0-d tensor, `[B, 1]`, or one per token."""
     if not isinstance(temperature, Tensor):
-        return check_heat(function, temperature)
+        return check_scale(function, "temperature", temperature)
     check_tensor(function, "temperature", temperature, (*FLOATS, *_IDS), "numbers")
     shapes = [[], shape_of(ids)]
     if num_sequences is not None:
@@ -206,12 +206,13 @@ def check_temperature(function: str, temperature: object, ids: Tensor, num_seque
     return temperature
 
 
-def check_heat(function: str, temperature: object) -> float:
-    """A temperature that is a number."""
-    number = check_positive(function, "temperature", temperature)
-    if number > HOTTEST:
-        wanted = f"must be at most {HOTTEST:g}"
-        raise ValueError(complain(function, "temperature", wanted, number, "Use the sampler's."))
+def check_scale(function: str, argument: str, value: object) -> float:
+    """A temperature, softcap or logit_scale that is a number."""
+    number = check_positive(function, argument, value)
+    if not 1 / MOST_SCALE <= number <= MOST_SCALE:
+        wanted = f"must be from {1 / MOST_SCALE:g} to {MOST_SCALE:g}"
+        advice = "A quotient with another option would leave float32."
+        raise ValueError(complain(function, argument, wanted, number, advice))
     return number
 
 

@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .checks import HOTTEST, complain
-from .config import SMALLEST
+from .checks import complain
+from .config_checks import MOST_SCALE
 
 
 def check_temperature_values(function: str, temperature: Tensor) -> None:
     """Finite and > 0 throughout."""
     if not checks.reads_data(temperature):
         return
-    bad = ~((temperature >= SMALLEST) & (temperature <= HOTTEST))
+    bad = ~((temperature >= 1 / MOST_SCALE) & (temperature <= MOST_SCALE))
     if bool(bad.any()):
         value = temperature[bad].reshape(-1)[0].item()
-        wanted = f"must be finite and > 0, in float32 too, and at most {HOTTEST:g}"
+        wanted = f"must be finite and > 0, from {1 / MOST_SCALE:g} to {MOST_SCALE:g}"
         raise ValueError(complain(function, "temperature", wanted, value, "Use the sampler's."))
 
 

@@ -16,6 +16,7 @@ ROLLOUT_CORRECTIONS: Final = ("none", "token_truncate", "token_mask", "sequence_
 CISPO_BOUNDS: Final = ("absolute", "relative", "relative_upper")
 LARGEST: Final = 3.4028234663852886e38  # float32, in which the options are used
 SMALLEST: Final = 1.1754943508222875e-38
+MOST_SCALE: Final = 1e18  # of temperature, softcap and logit_scale; their quotients need room in float32 too
 
 NAME: Final = "GRPOLossConfig"
 _OTHER_BOUNDS: Final = ("log_ratio", "divergence")
@@ -33,10 +34,11 @@ def check(config: GRPOLossConfig) -> None:
     _check_own_options(config)
     _check_kl(config)
     for field in ("temperature", "logit_scale"):
-        _positive(field, getattr(config, field))
-    for field in ("softcap", "log_ratio_clamp"):
-        if getattr(config, field) is not None:
-            _positive(field, getattr(config, field))
+        _scale(field, getattr(config, field))
+    if config.softcap is not None:
+        _scale("softcap", config.softcap)
+    if config.log_ratio_clamp is not None:
+        _positive("log_ratio_clamp", config.log_ratio_clamp)
     _flag("entropy", config.entropy)
     _number("entropy_coef", config.entropy_coef)
     if not 0 < _number("top_entropy_quantile", config.top_entropy_quantile) <= 1:
@@ -77,6 +79,13 @@ def _number(field: str, value: object) -> float:
 def _positive(field: str, value: object) -> None:
     if not _number(field, value) >= SMALLEST:
         raise _bad(field, "must be > 0, in float32 too", value, "Give a positive number.")
+
+
+def _scale(field: str, value: object) -> None:
+    _positive(field, value)
+    if not 1 / MOST_SCALE <= _number(field, value) <= MOST_SCALE:
+        wanted = f"must be from {1 / MOST_SCALE:g} to {MOST_SCALE:g}"
+        raise _bad(field, wanted, value, "A quotient with another option would leave float32.")
 
 
 def _flag(field: str, value: object) -> None:

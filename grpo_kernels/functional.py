@@ -150,6 +150,7 @@ def grpo_loss(
     name = "grpo_loss"
     refuse_unbuilt(name, sampling_mask=sampling_mask)
     checks.check_config(name, config)
+    checks.check_flag(name, "return_per_token", return_per_token)
     logits, ids = checks.check_logits(name, logits, "completion_ids", completion_ids)
     impl = backends.resolve(name, impl, logits.device)
     given = check_loss_arguments(

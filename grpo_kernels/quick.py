@@ -44,7 +44,12 @@ def quick_call(
     plain = plain and (mask is None or (type(mask) is Tensor and not mask.requires_grad))
     if not plain or inplace is not False or isinstance(numbers[0], Tensor) or torch.compiler.is_compiling():
         return None
-    return _remembered(*numbers) if impl in ("auto", "cpp") and backends.has_cpp() else None
+    if not (impl == "auto" or impl == "cpp") or not backends.has_cpp():  # noqa: PLR1714  (a Tensor is in no tuple)
+        return None
+    try:
+        return _remembered(*numbers)
+    except TypeError:  # of something that cannot be remembered, or is no number: the full checks say it in their words
+        return None
 
 
 @functools.lru_cache(maxsize=64, typed=True)  # typed: True is not a number, nor 1 a flag
@@ -52,7 +57,7 @@ def _remembered(temperature: object, logit_scale: object, softcap: object, entro
     name = "per_token_logps"
     checks.check_flag(name, "entropy", entropy)
     return QuickCall(
-        backends.only_overload("logps"), backends.only_overload("logps_grad"), checks.check_heat(name, temperature),
-        checks.check_positive(name, "logit_scale", logit_scale),
-        None if softcap is None else checks.check_positive(name, "softcap", softcap), bool(entropy),
+        backends.only_overload("logps"), backends.only_overload("logps_grad"),
+        checks.check_scale(name, "temperature", temperature), checks.check_scale(name, "logit_scale", logit_scale),
+        None if softcap is None else checks.check_scale(name, "softcap", softcap), bool(entropy),
     )  # fmt: skip

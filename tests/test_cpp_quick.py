@@ -104,6 +104,14 @@ def test_numbers_are_told_from_flags_though_python_holds_them_equal() -> None:
             gk.per_token_logps(logits, ids, **bad)
 
 
+@pytest.mark.parametrize(
+    "bad", [{"temperature": [1.0]}, {"softcap": {}}, {"entropy": [1]}, {"logit_scale": set()}], ids=str
+)
+def test_what_cannot_be_remembered_gets_the_usual_text(bad: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=f"per_token_logps: {next(iter(bad))} must be"):
+        gk.per_token_logps(*rows(torch.float32), **bad)
+
+
 UNUSUAL = {
     "a parameter": lambda logits, ids: (torch.nn.Parameter(logits), ids, None),
     "a mask that requires grad": lambda logits, ids: (logits, ids, torch.ones(2, 3, requires_grad=True)),

@@ -15,6 +15,8 @@ from support import DTYPES, normal_rows, poisoned, result_dtype, same_bits
 from tolerance import as_array
 from torch import Tensor
 
+import grpo_kernels as gk
+
 __all__ = ["instruction_set"]
 pytestmark = [needs_cpp, pytest.mark.usefixtures("instruction_set")]
 INF, NAN = math.inf, math.nan
@@ -41,13 +43,15 @@ def test_every_border_of_a_row(dtype: torch.dtype, vocab: int, std: float, mean:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocab", [3, 17, BLOCK + 2])
 @pytest.mark.parametrize("value", [-1000.0, -30.0, 30.0])
-def test_constant_rows_are_uniform(dtype: torch.dtype, vocab: int, value: float) -> None:
-    """A column too many, or one that counts as 0, is off by far more than the budget."""
-    ours = scored(torch.full((2, vocab), value, dtype=dtype), torch.tensor([0, vocab - 1]), "cpp")
+@pytest.mark.parametrize("transform", [{}, {"softcap": 15.0, "temperature": 0.1}, {"softcap": 1000.0}], ids=str)
+def test_constant_rows_are_uniform(dtype: torch.dtype, vocab: int, value: float, transform: dict[str, float]) -> None:
+    """A column too many, one that counts as 0, or a target with a cap of its own is off by far more than the budget."""
+    ours = scored(torch.full((2, vocab), value, dtype=dtype), torch.tensor([0, vocab - 1]), "cpp", **transform)
     step = 2 * torch.finfo(result_dtype(dtype)).eps
     np.testing.assert_allclose(as_array(ours.logps), -math.log(vocab), rtol=step)
     np.testing.assert_allclose(as_array(ours.entropy), math.log(vocab), rtol=step)
-    np.testing.assert_allclose(as_array(ours.lse), value + math.log(vocab), rtol=step)
+    if not transform:
+        np.testing.assert_allclose(as_array(ours.lse), value + math.log(vocab), rtol=step)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -75,6 +79,29 @@ def test_a_maximum_that_rises_a_little_with_every_block(dtype: torch.dtype, rise
     logits[0, BLOCK // 2 :: BLOCK] = torch.arange(blocks).mul(rise).to(dtype)
     column = (blocks - (2 if target == "rival" else 1)) * BLOCK + BLOCK // 2
     assert_right(logits, torch.tensor([column]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("vocab", "transform"), [(3 * BLOCK + 9, {}), (3, {"softcap": 30.0}), (5001, CAPPED)], ids=str)
+def test_an_entropy_beside_it_changes_no_bit(dtype: torch.dtype, vocab: int, transform: dict[str, float]) -> None:
+    logits, ids = normal_rows(300, vocab, dtype, std=2.0), torch.arange(300) * 7 % vocab
+    bare, beside = (gk.per_token_logps(logits, ids, impl="cpp", entropy=e, **transform) for e in (False, True))
+    assert same_bits(bare.logps, beside.logps) and same_bits(bare.lse, beside.lse)
+
+
+@pytest.mark.parametrize("transform", [{"temperature": 1e4}, {"logit_scale": 1e-4}, {"temperature": 21.0}], ids=str)
+@pytest.mark.parametrize("vocab", [4, BLOCK + 3])
+@pytest.mark.parametrize("impl", ["cpp", "torch"])
+def test_the_lowest_float16_counts_under_no_temperature(impl: str, vocab: int, transform: dict[str, float]) -> None:
+    logits, ids = normal_rows(2, vocab, torch.float16, std=2.0), torch.tensor([1, vocab - 1])
+    logits[:, 2] = torch.finfo(torch.float16).min
+    kept = torch.arange(vocab) != 2
+    found = scored(logits, ids, impl, **transform)
+    bare = scored(logits[:, kept], torch.tensor([1, vocab - 2]), impl, **transform)
+    for name in ("logps", "entropy", "lse"):
+        ours, theirs = getattr(found, name).double(), getattr(bare, name).double()
+        torch.testing.assert_close(ours, theirs, rtol=2e-7, atol=1e-10)
+    assert all((grad[:, 2] == 0).all() for grad in found[3:])
 
 
 # The transform

@@ -45,6 +45,8 @@ class Rows(NamedTuple):
             inside.mul_(self.logit_scale).div_(self.softcap).tanh_().mul_(self.softcap)
             inside.masked_fill_(self.x <= masked_below(self.x.dtype), -torch.inf)
             inside.masked_fill_(self.x == torch.inf, torch.nan)  # the cap would make it an ordinary logit
+        elif self.x.dtype == torch.float16:  # its lowest number would count under a high temperature
+            inside.masked_fill_(self.x <= masked_below(self.x.dtype), -torch.inf)
         return capped
 
     def exponents(self, capped: Tensor, row_max: Tensor) -> Tensor:
