@@ -134,31 +134,25 @@ inline double capped(typename Simd::Number x, const Constants<Simd>& constants) 
 template <class Number>
 using Wider = std::conditional_t<std::is_same_v<Number, float>, double, long double>;
 
-// The sums so far: `sum` relative to `shift`, which is no more than a little below the largest logit so far, `top`, and
-// the energy relative to that. Whether there is an energy changes nothing in the sum.
+// The sums so far, relative to the largest logit so far: its own term is exactly 1, so that of a row with little beside
+// it that little keeps its digits.
 struct Running {
-  double shift, top;
+  double top;
   long double sum = 0, energy = 0;
 
-  explicit Running(double largest) : shift(largest), top(largest) {}
+  explicit Running(double largest) : top(largest) {}
 
-  // An energy and the sum that goes with it, both relative to `from`, as one relative to `to`.
-  static inline long double moved(long double energy, long double sum, double from, double to, double slope) {
-    if (sum == 0) return energy;
-    const long double change = static_cast<long double>(from) - to, factor = std::exp(change * slope);
-    return factor == 0 ? 0 * energy : factor * (energy + change * sum);
-  }
   inline void add(const Sums& others) {
     sum += others.sum;
     energy += others.energy;
   }
-  inline void raise_energy(double new_top, double slope) {
-    const long double at_top = top > shift ? sum * std::exp((static_cast<long double>(shift) - top) * slope) : sum;
-    energy = moved(energy, at_top, top, new_top, slope);
-  }
-  inline void raise_shift(double new_shift, double slope) {
-    if (sum != 0) sum *= std::exp((static_cast<long double>(shift) - new_shift) * slope);
-    shift = new_shift;
+  inline void raise(double new_top, double slope) {
+    if (sum != 0) {
+      const long double change = static_cast<long double>(top) - new_top, factor = std::exp(change * slope);
+      energy = factor == 0 ? 0 * energy : factor * (energy + change * sum);
+      sum *= factor;
+    }
+    top = new_top;
   }
 };
 
@@ -213,34 +207,25 @@ Statistics statistics(const In* row, int64_t columns, int64_t target, const Tran
   double first = of_target == of_target ? of_target : -kInfinity;
   // the first block mostly holds a new largest: to look for it is cheaper than to sweep again
   if constexpr (!kCap) first = std::max(first, largest<Simd, In>(row, std::min(columns, kBlock)));
-  constexpr double kExcess = 1;  // a later one may exceed it by as much and is not swept again: exp(1) is as exact
   Running running(first);
   const auto part = [&](int64_t begin, int64_t end) {
     for (; begin < end; begin += kBlock) {
       In* block = const_cast<In*>(row) + begin;
       const int64_t width = end - begin < kBlock ? end - begin : kBlock;
-      const auto relative_to = [&](double shift) {
-        return sweep<Simd, In, kCap, kEntropy, false>(block, width, shift == -kInfinity ? 0 : shift, constants);
+      const auto sums = [&] {
+        const double shift = running.top == -kInfinity ? 0 : running.top;
+        return sweep<Simd, In, kCap, kEntropy, false>(block, width, shift, constants);
       };
-      Sums found = relative_to(running.shift);
-      const double slope = transform.slope, top = std::max(running.top, found.top);
-      const bool raised = top > running.top;
-      if (kEntropy && raised) running.raise_energy(top, slope);
-      if ((found.top - running.shift) * slope > kExcess) {
-        running.raise_shift(found.top, slope);
-        found = relative_to(running.shift);
-      }
-      running.top = top;
-      if (kEntropy && top > running.shift) {
-        // near the largest logit, of terms with both signs little might be left
-        found.energy = raised ? relative_to(top).energy : Running::moved(found.energy, found.sum, running.shift, top, slope);
+      Sums found = sums();
+      if (found.top > running.top) {
+        running.raise(found.top, transform.slope);
+        found = sums();
       }
       running.add(found);
     }
   };
   part(0, target);
   part(target + 1, columns);
-  if (running.top > running.shift) running.raise_shift(running.top, transform.slope);
   return finish<Wider<typename Simd::Number>>(running, of_target, transform);
 }
 

@@ -72,7 +72,8 @@ def per_token_logps(
         )
     logits, targets = checks.check_logits(name, logits, "targets", targets)
     mask = checks.check_mask(name, "mask", mask, "targets", targets)
-    checks.check_device(name, "logits", logits.device, {"mask": mask})
+    own_heat = temperature if isinstance(temperature, Tensor) and temperature.ndim > 0 else None
+    checks.check_device(name, "logits", logits.device, {"mask": mask, "temperature": own_heat})
     config = row_config(name, softcap, logit_scale, entropy)
     impl = backends.resolve(name, impl, logits.device)
     targets = live_targets(name, impl, "targets", targets, "mask", mask, logits.shape[-1])
