@@ -20,7 +20,7 @@ from .compiling import outside_compile
 from .config import GRPOLossConfig
 from .gradient_sums import Sums, lift_of
 from .head import Head
-from .inputs import LossCall, TokenData, live_rows, temperature_tensor, token_inputs
+from .inputs import LossCall, TokenData, temperature_tensor, token_inputs
 from .ops.schema import DEAD
 from .recompute import recomputed_gradients
 from .slabs import Rows, all_stats, chunk_gradient, chunks, flat_rows, order_of, weigh_op
@@ -50,17 +50,16 @@ class LinearPerTokenLogpsFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, mask: Tensor | None,
-        temperature: Tensor, config: GRPOLossConfig, call: LinearCall,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: Tensor,
+        config: GRPOLossConfig, call: LinearCall,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        """Row statistics, a chunk at a time."""
+        """Row statistics, a chunk at a time; the targets are those of `screening.live_targets`."""
         head = Head(hidden, weight, bias, call.logits_dtype, call.chunk_bytes)
-        live = live_rows(targets, mask, head.vocabulary)
         heat = temperature_tensor(config, temperature, head.sums, hidden.device)
-        rows = flat_rows(torch.where(live, targets, DEAD), heat, config, call.impl)
+        rows = flat_rows(targets, heat, config, call.impl)
         with _quiet(hidden.device):
             logps, entropy, lse, *stats = all_stats(
-                head, order_of(live, None, call.num_live_tokens), rows, targets.shape
+                head, order_of(targets >= 0, None, call.num_live_tokens), rows, targets.shape
             )
         backends.record(f"{call.impl} {call.mode}")
         if call.mode != "forward":

@@ -39,9 +39,9 @@ def per_token_logps(
         targets: `[B, T]` or `[N]`, int32 or int64. A row with an id outside `[0, V)` is dead; on the CPU a live id
             >= V is an error.
         mask: like targets; rows with 0 are dead: never read, result 0, gradient exactly 0. None: every row counts.
-        temperature: a number, a 0-d tensor, `[B, 1]` or one per token, > 0.
+        temperature: a number, a 0-d tensor, `[B, 1]` or one per token, from 1e-18 to 1e18.
         softcap: c in `c * tanh(z / c)`.
-        logit_scale: multiplies the logits first, > 0.
+        logit_scale: multiplies the logits first; in the same range, like softcap.
         entropy: also return the entropy of softmax(z), differentiable.
         inplace: give the logits' storage away for the gradient. Needs a non-leaf tensor that is no view.
         impl: "auto", "torch", "cpp" or "triton".

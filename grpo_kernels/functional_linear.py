@@ -89,7 +89,7 @@ def linear_per_token_logps(
     call = LinearCall(how, impl, chunk_bytes, logits_dtype)
     return LogpsOutput(
         *LinearPerTokenLogpsFunction.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, targets, None, heat, config, call
+            hidden, weight, bias, targets, heat, config, call
         )
     )
 

@@ -37,7 +37,7 @@ def quick_call(
         numbers: temperature, logit_scale, softcap, entropy.
 
     Raises:
-        ValueError, TypeError: as the full checks do of the numbers.
+        ValueError: as the full checks do of the numbers.
     """
     # tensors alone: what else there may be (of a subclass, of a trace) wants a closer look
     plain = type(logits) is Tensor and type(targets) is Tensor and logits.is_cpu

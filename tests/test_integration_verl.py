@@ -16,21 +16,11 @@ from parity_projects import stand_ins, wide
 from parity_support import Draw, Result, assert_equal, draws, loud, run_theirs
 from test_parity_verl import AGGREGATIONS, MODES, OPTIONS, verls
 from torch import Tensor
+from verl_support import ours, verl
+
+__all__ = ["ours", "verl"]
 
 fewer = hypothesis.settings(draws, max_examples=60)
-
-
-@pytest.fixture(scope="module")
-def verl() -> ModuleType:
-    """verl's own losses on plain tensors; skips where verl is missing."""
-    return importlib.import_module("parity_verl")
-
-
-@pytest.fixture(scope="module")
-def ours(verl: ModuleType) -> ModuleType:
-    """The integration, which registers itself with verl."""
-    with stand_ins():
-        return importlib.import_module("grpo_kernels.integrations.verl")
 
 
 def both(verl: ModuleType, mode: str, seed: int, options: dict[str, Any]) -> tuple[Result, Result]:

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from parity_projects import stand_ins, wide
+from parity_projects import wide
 from parity_support import Result, assert_equal
 from torch import Tensor
+from verl_support import ours, verl
 
-
-@pytest.fixture(scope="module")
-def verl() -> ModuleType:
-    """verl's own losses on plain tensors; skips where verl is missing."""
-    return importlib.import_module("parity_verl")
-
-
-@pytest.fixture(scope="module")
-def ours(verl: ModuleType) -> ModuleType:
-    """The integration, which registers itself with verl."""
-    with stand_ins():
-        return importlib.import_module("grpo_kernels.integrations.verl")
+__all__ = ["ours", "verl"]
 
 
 def batch_of(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
